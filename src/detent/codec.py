@@ -62,7 +62,7 @@ def parse(
 
 
 def _counts(text: str) -> tuple[tuple[str, int, int], ...]:
-    """Return upper bounds for the number of containers and of values; they also count brackets inside strings."""
+    """Return upper bounds for the numbers of containers and values; brackets and commas in strings also count."""
     return (
         ("lists and objects", text.count("[") + text.count("{"), CONTAINER_LIMIT),
         ("values", text.count(","), VALUE_LIMIT),
@@ -122,7 +122,7 @@ _FAULTS = (
 def reading(
     complaint: str, *, error: type[DetentError] = FileFormatError, keep: type[DetentError] | tuple[()] = ()
 ) -> Iterator[None]:
-    """Convert exceptions that untrusted data cause inside the block to ``error``, except those of type ``keep``."""
+    """Raise ``error`` instead of the exceptions that untrusted data cause; those of type ``keep`` stay unchanged."""
     try:
         yield
     except _FAULTS as fault:
@@ -319,7 +319,7 @@ def _value(text: str) -> Setting:
 
 
 def write_call(name: str, settings: Mapping[str, Setting], defaults: Mapping[str, Setting]) -> str:
-    """Format a call; default settings are left out, and settings after the first default are keywords."""
+    """Format a call; default settings are left out, and every setting after one that is left out is a keyword."""
     parts, by_keyword = [], False
     for key, value in settings.items():
         if value == defaults[key]:

@@ -75,13 +75,13 @@ class Convention:
 
     Attributes:
         division: "divide" (``fl(x / s)``) or "reciprocal" (``fl(x * fl(1 / s))``).
-        rounding: rounding of codes; half_away also applies to zero points.
+        rounding: rounding of codes. Zero points are rounded half_away if codes are, otherwise half_even.
         zero_point: whether the zero point is added "after_round" or "before_round".
         symmetric_scale: scale of a symmetric range: "qmax", "half_span" or "tight" (docs/numerics.md, section 4).
         narrow: whether signed symmetric integers leave out the lowest code.
         include_zero: whether an affine range is widened to include zero.
         zero_range: rule for ranges of width zero.
-        mask: where the gradient passes: the default straight-through estimator.
+        mask: the default straight-through estimator; it says where the gradient passes.
 
     >>> import detent as dt
     >>> dt.Convention.torch.division, dt.Convention.onnx.division
@@ -98,7 +98,7 @@ class Convention:
     zero_range: ZeroRange
     mask: Mask
 
-    if TYPE_CHECKING:  # presets, set below; some tools would list run-time annotations as fields
+    if TYPE_CHECKING:  # presets, which are set below; at run time, some tools would list them as fields
         onnx: ClassVar["Convention"]
         torch: ClassVar["Convention"]
         torch_fused: ClassVar["Convention"]

@@ -16,7 +16,7 @@
     ├── UnsupportedError    (NotImplementedError)  a combination without an implementation
     └── VerificationError   (AssertionError)       a file that does not match its source model
 
-A message says what was given, what was expected and how to repair it.
+A message says what was given, what was expected and how to repair the mistake.
 """
 
 import logging
@@ -130,7 +130,7 @@ class VerificationError(DetentError, AssertionError):
 
 def closest(given: str, names: Iterable[str]) -> str:
     """Format ``: did you mean 'x'?`` for the closest valid name, or a colon if none is close."""
-    matches = get_close_matches(given[:200], list(names), n=1, cutoff=0.5)  # valid names are shorter; difflib is slow
+    matches = get_close_matches(given[:200], list(names), n=1, cutoff=0.5)  # difflib is slow; no valid name is longer
     return f": did you mean {matches[0]!r}?" if matches else ":"
 
 

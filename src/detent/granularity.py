@@ -266,8 +266,8 @@ class PerBlock(Granularity):
         leading = len(shape) - len(self.sizes)
         if leading < 0:
             raise ShapeError(
-                f"got an array of shape {shape} for {self}, expected at least {len(self.sizes)} axes: pass fewer block "
-                "sizes, or reshape the array"
+                f"got an array of shape {shape} for {self}, expected a rank of at least {len(self.sizes)}: pass fewer "
+                "block sizes, or reshape the array"
             )
         block = (1,) * leading + self.sizes
         grid = tuple(_ceil_div(d, b) for d, b in zip(shape, block, strict=True))

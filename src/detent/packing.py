@@ -19,6 +19,7 @@ from detent.checks import as_array, as_integer
 from detent.errors import DtypeError, FileFormatError, ParamsError, ShapeError, SpecError, closest
 from detent.formats import BYTE, MAX_BITS
 from detent.kernels import pack_bits, unpack_bits
+from detent.tables import counted
 
 __all__ = ["LAYOUTS", "Layout", "pack", "packed_size", "unpack"]
 
@@ -112,17 +113,18 @@ def unpack(
     data = np.ascontiguousarray(as_array("packed", packed))
     if data.dtype != np.uint8 or data.shape != (expected,):
         raise FileFormatError(
-            f"got {data.dtype} of shape {data.shape}, expected {expected} bytes of uint8 for {count} {bits}-bit codes"
+            f"got {data.dtype} of shape {data.shape}, expected uint8 of shape ({expected},) for bits={bits} "
+            f"and count={count}"
         )
     padded = -(-count // len(order)) * len(order)
     if padded * bits % BYTE and data[-1] >> padded * bits % BYTE:
-        raise FileFormatError(f"the {-padded * bits % BYTE} padding bits after the last code are not zero")
+        raise FileFormatError(f"the {counted(-padded * bits % BYTE, 'padding bit')} after the last code must be zero")
     codes = unpack_bits(data, bits, padded, signed=signed)
     if len(order) == 1:
         return codes
     ordered = codes.reshape(-1, len(order))[:, np.argsort(order)].reshape(-1)
     if ordered[count:].any():
-        raise FileFormatError(f"the {padded - count} padding codes of the last block are not zero")
+        raise FileFormatError(f"the {counted(padded - count, 'padding code')} of the last block must be zero")
     return ordered[:count]
 
 

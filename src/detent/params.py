@@ -177,8 +177,8 @@ class QuantParams:
         lo, hi, nonfinite = minmax(data, tiling)
         if nonfinite:
             raise RangeError(
-                f"x contains {nonfinite} non-finite values in {data.size} elements, the first at index "
-                f"{first_nonfinite(data)}: clean the data, or use detent.observers.MinMax, which skips them"
+                f"x is not finite in {nonfinite} of {data.size} elements, the first at index {first_nonfinite(data)}: "
+                "clean the data, or use detent.observers.MinMax, which skips such elements"
             )
         return cls.from_range(spec, lo, hi, dtype=compute_dtype(data.dtype))
 
@@ -222,7 +222,7 @@ class QuantParams:
 
     @classmethod
     def block_wise(cls, size: int, element: Format | str) -> "QuantParams":
-        """Make a placeholder: groups of ``size`` elements on the last axis; a single parameter set with scale 1."""
+        """Make a placeholder for a single group of up to ``size`` elements on the last axis, with scale 1."""
         return cls(QuantSpec(get_format(element), PerGroup(size)), np.ones(1, np.float32))
 
     def validate(self) -> None:
@@ -267,8 +267,8 @@ class QuantParams:
         """Return the size in float32 divided by the size of codes, scales and zero points.
 
         Args:
-            shape: shape of the data. Without it, scales and zero points are counted only for groups and blocks: their
-                share of the size depends on the shape for all other granularities.
+            shape: shape of the data. Without it, scales and zero points are counted only for groups and blocks; for
+                other granularities, their share of the size depends on the shape.
             include_params: whether to count scales and zero points; if False, only codes are counted.
 
         >>> import detent as dt
@@ -466,7 +466,7 @@ def check_scale_shape(granularity: Granularity, shape: tuple[int, ...], name: st
     elif isinstance(granularity, PerGroup):
         fits, expected = len(shape) >= 1, "the data's shape with the grouped axis divided by the group size"
     elif isinstance(granularity, PerBlock):
-        fits, expected = len(shape) >= len(granularity.sizes), f"at least {len(granularity.sizes)} axes"
+        fits, expected = len(shape) >= len(granularity.sizes), f"a rank of at least {len(granularity.sizes)}"
     if not fits:
         raise ShapeError(
             f"got {name} of shape {shape} for granularity {granularity}, expected {expected}"
@@ -497,7 +497,7 @@ def check_zero_points(spec: QuantSpec, zero_point: NDArray[np.int32]) -> None:
         expected = f"{low} (the spec is symmetric)" if spec.symmetric else f"in [{low}, {high}]"
         raise ParamsError(
             f"zero points of {spec} must be {expected}, got {int(zero_point[outside].flat[0])}: "
-            f"{int(outside.sum())} of {outside.size} parameter sets have invalid zero points"
+            f"the zero point is invalid in {int(outside.sum())} of {outside.size} parameter sets"
         )
 
 

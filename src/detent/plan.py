@@ -185,7 +185,7 @@ class Plan:
         given = dict(zip(names, operands, strict=False))
         if not len(names) - 1 <= len(operands) <= len(names):
             raise DtypeError(
-                f"{self.operation} got {len(operands)} operands, expected {', '.join(names[:-1])} and optionally out"
+                f"{self.operation} needs the operands {', '.join(names[:-1])} and optionally out, got {len(operands)}"
             )
         inputs = {name: given[name] for name in names[:-2]}
         for name, array in inputs.items():
@@ -228,7 +228,7 @@ class Plan:
         step: int,
         grad_scale: float | None,
     ) -> Result:
-        """Return the callable's gradient of x; in learned backward, also the kernel's gradients of the parameters."""
+        """Return the callable's gradient of x; for learned parameters, also the kernel's gradients of them."""
         g, x = inputs
         gx = as_array("the result of ste", ste.function(g, x, params))  # type: ignore[arg-type]  # anything
         if gx.shape != g.shape or gx.dtype != g.dtype:

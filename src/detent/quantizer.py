@@ -4,7 +4,7 @@
 mode        training forward               evaluation forward             before any data
 =========== ============================== ============================== ======================
 PerBatch    parameters of this batch       parameters of this batch       works
-EMA         average updated, then used     average used                   first batch is copied
+EMA         average updated, then used     average used                   set from first batch
 Fixed       parameters used                parameters used                NotCalibratedError
 Learned     parameters used                parameters used                set from first batch
 =========== ============================== ============================== ======================

@@ -495,7 +495,7 @@ class PlanTotals(Generic[Line]):
     def _summary(self, target: str = "") -> str:
         """Format the totals, the last line of the table."""
         recipe = self.recipe
-        name = f"recipe {recipe.name!r}" if recipe.name else f"a recipe of {len(recipe.rules)} rules"
+        name = f"recipe {recipe.name!r}" if recipe.name else f"a recipe of {counted(len(recipe.rules), 'rule')}"
         return (
             f"{len(self.quantized)} of {len(self.layers)} layers quantized by {name}{target}; weights "
             f"{self.nbytes_before:,} -> {self.nbytes_after:,} bytes"

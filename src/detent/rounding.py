@@ -4,7 +4,7 @@
 half_even  to the nearest, ties to the even integer (IEEE, NumPy, torch, ONNX)
 half_away  to the nearest, ties away from zero (C's ``round``, Rust's ``f32::round``)
 floor      down
-stochastic up with a probability equal to the fractional part, by a counter-based random number
+stochastic up with a probability equal to the fractional part, otherwise down
 ========== =====================================================================
 
 Stochastic rounding has no hidden random state: the random word of element ``i`` (C order) is the first output of

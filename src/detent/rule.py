@@ -159,9 +159,7 @@ def get_observer_spec(value: ObserverLike) -> ObserverSpec:
 
 def _check_bare(observer: Observer) -> None:
     if observer.count or observer.nonfinite:
-        raise SpecError(
-            f"got {observer!r} with {observer.count} observed values, expected an observer without data: call reset()"
-        )
+        raise SpecError(f"got {observer!r}, which has observed data, expected an observer without data: call reset()")
     if observer.granularity != PerTensor():
         raise SpecError(
             f"got {observer!r} with a granularity, but in a recipe the spec sets it: leave the granularity out"

@@ -69,8 +69,8 @@ class PerBatch(ScaleMode):
 class EMA(ScaleMode):
     """Parameters from an exponential moving average of the batches' ranges (EMA range).
 
-    ``state = decay * state + (1 - decay) * batch``; the first batch is copied. The averaging constant (or momentum) of
-    other systems is the weight of the *new* batch, which is ``1 - decay``.
+    ``state = decay * state + (1 - decay) * batch``; the first batch sets the state. The averaging constant (or
+    momentum) of other systems is the weight of the *new* batch, which is ``1 - decay``.
     """
 
     decay: float = 0.99

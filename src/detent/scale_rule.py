@@ -8,7 +8,7 @@ All arithmetic is in float64; the scale is rounded once, to its dtype. Zero poin
       "tight"      s = max(lo / (qmin - z), hi / (qmax - z), 0), without terms whose divisor is 0
     affine      s = hi / n - lo / n,  n = qmax - qmin,  z = clamp(round(qmin - lo / s), qmin, qmax)
     e8m0        s = 2^(floor(log2 a) - emax)                                          OCP MX v1.0
-    e4m3        s = e4m3(a / max / s_t) * s_t,  s_t = max over sets of a / (448 * max)   NVFP4
+    e4m3        s = e4m3(a / qmax / s_t) * s_t,  s_t = (largest a) / (448 * qmax)        NVFP4
 """
 
 from dataclasses import dataclass
@@ -69,8 +69,8 @@ def _derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Param
     scale, zero_point, empty = float_parameters(numpy, spec, np.reshape(lo, -1), np.reshape(hi, -1), dtype)
     if spec.convention.zero_range.kind == "error" and empty.any():
         raise RangeError(
-            f"{int(empty.sum())} of {empty.size} ranges have width zero, which convention {spec.convention.name!r} "
-            "rejects: remove constant data, or use a convention with a different zero_range"
+            f"the width is zero in {int(empty.sum())} of {empty.size} ranges, which convention "
+            f"{spec.convention.name!r} rejects: remove constant data, or use a convention with a different zero_range"
         )
     if not np.isfinite(scale).all():
         raise RangeError(

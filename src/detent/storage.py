@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from detent.checks import SIZE_LIMIT, are_sizes
 from detent.codec import MAX_CHARS_SHOWN, parse, reading, table
 from detent.errors import DetentError, DtypeError, FileFormatError
+from detent.tables import counted
 
 try:
     import fcntl
@@ -92,7 +93,8 @@ def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
             raise FileFormatError(f"{label} ends at byte {end} of {len(body)}: the file is truncated")
         arrays[name] = np.frombuffer(body, dtype, count=prod(shape), offset=begin).reshape(shape)
     if position != len(body):
-        raise FileFormatError(f"{len(body) - position} unexpected bytes after the last tensor: the file is damaged")
+        count = counted(len(body) - position, "unexpected byte")
+        raise FileFormatError(f"{count} after the last tensor: the file is damaged")
     return arrays, metadata
 
 

@@ -81,7 +81,7 @@ INVALID = {
     "a hole at the start": (file_of({"a": entry(1, 4)}, b"abcd"), "'a'", "a hole or an overlap"),
     "an overlap": (file_of({"a": entry(0, 3), "b": entry(2, 4)}, b"abcd"), "'b'", "a hole or an overlap"),
     "the same bytes twice": (file_of({"a": entry(0, 4), "b": entry(0, 4)}, b"abcd"), "a hole or an overlap"),
-    "trailing bytes": (GOOD + b"\0", "1 unexpected bytes", "damaged"),
+    "trailing bytes": (GOOD + b"\0", "1 unexpected byte after", "damaged"),
     "a body without tensors": (file_of({}, b"abcd"), "4 unexpected bytes"),
     "body cut": (GOOD[:-1], "truncated"),
 }

@@ -75,7 +75,7 @@ def export_float(model: nn.Sequential, example: Tensor, path: Path) -> Path:
     """Export a float model to ONNX, cleaned up like quantized models, so that file sizes are comparable."""
     shapes = ({0: torch.export.Dim.AUTO},)
     proto, _ = run_exporter(without_norms(model), ((example,), {}), OPSET, shapes, ["output"])
-    version: str = import_module("detent").__version__  # imported by name, because of the import layers
+    version: str = import_module("detent").__version__
     save(load(export_graph.finalize(export_graph.clean(proto), version)), path)
     return path
 

@@ -54,7 +54,7 @@ _NONE: Mapping[str, Any] = MappingProxyType(
 
 
 def plain_rules(dtype: str, bits: int = BYTE) -> dict[str, Any]:
-    """Return the rules of an operation that needs no format; ``bits`` is for histograms, the mantissa bits of a bin."""
+    """Return the rules of an operation that needs no format; a bin of a histogram has ``bits`` mantissa bits."""
     return {**_NONE, "dtype": DTYPES[dtype], "bits": bits}
 
 

@@ -65,7 +65,7 @@ class ReferenceKernel:
         return gx.reshape(problem.tiling.shape), np.asarray(gs), np.asarray(gz)
 
     def _operand(self, array: Array) -> Array:
-        """Convert an input to the data's shape: unpack codes that are packed, and masks to booleans."""
+        """Convert an input to the data's shape: unpack packed codes, and unpack masks to booleans."""
         spec, shape = self.problem.spec, self.problem.tiling.shape
         if "codes" in self.operation.inputs:
             if array.shape != shape or array.dtype != code_dtype(spec):

@@ -56,7 +56,7 @@ class Capabilities:
         level: instruction set of the native kernels; "none" if there are no native kernels.
         kernels: "native" or "reference" for each operation, with float32 data, int8 codes and the onnx convention.
         table: for each (operation, dtype, convention), "native", or the reason why the reference kernel is used.
-        limits: formats, rounding and estimators without native kernels; for each of them the reason.
+        limits: the reason for each format, rounding and estimator that has no native kernel.
 
     >>> print(capabilities())  # doctest: +ELLIPSIS
     machine  ...

@@ -33,6 +33,7 @@ from detent.granularity import Granularity, PerTensor, Tiling, get_granularity, 
 from detent.kernels import minmax
 from detent.params import QuantParams, check_scale_shape
 from detent.spec import QuantSpec, get_spec
+from detent.tables import counted
 
 __all__ = ["Observer", "Range"]
 
@@ -152,7 +153,7 @@ class Observer(ABC):
         return lo, hi
 
     def _updated_bounds(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
-        """Return the observer's bounds after a batch with these bounds, here the union; do not change the observer."""
+        """Return the union of the observer's bounds and the bounds of a batch; do not change the observer."""
         if self._lo is None or self._hi is None:
             return lo, hi
         return np.asarray(np.minimum(self._lo, lo)), np.asarray(np.maximum(self._hi, hi))
@@ -359,9 +360,13 @@ class Observer(ABC):
     @exclusive
     def __str__(self) -> str:
         if self._lo is None or self._hi is None or not self.count:
-            return f"{self!r}, {self.nonfinite} non-finite values" if self.nonfinite else f"{self!r}, nothing observed"
+            return (
+                f"{self!r}, {counted(self.nonfinite, 'non-finite value')}"
+                if self.nonfinite
+                else f"{self!r}, nothing observed"
+            )
         seen = self._lo <= self._hi
         ranges = "" if seen.size == 1 else f" in {seen.size:,} parameter sets"
-        skipped = f", {self.nonfinite:,} non-finite values skipped" if self.nonfinite else ""
+        skipped = f", {counted(self.nonfinite, 'non-finite value', ',')} skipped" if self.nonfinite else ""
         bounds = f"[{self._lo[seen].min():.6g}, {self._hi[seen].max():.6g}]"
-        return f"{self!r}, {self.count:,} values{ranges} within {bounds}{skipped}"
+        return f"{self!r}, {counted(self.count, 'value', ',')}{ranges} within {bounds}{skipped}"

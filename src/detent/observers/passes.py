@@ -18,6 +18,7 @@ from detent.checks import as_integer
 from detent.codec import parse, reading, table
 from detent.errors import DetentError, DtypeError, FileFormatError, NotCalibratedError, ShapeError, StateError
 from detent.observers.observer import Observer
+from detent.tables import counted
 
 __all__ = ["budget", "calibrate"]
 
@@ -97,12 +98,12 @@ def calibrate(
         report.close()
     if count < saved.batches:
         raise FileFormatError(
-            f"got {count} batches, but {path} was saved after {saved.batches}: pass the same batches, or delete the "
-            "file"
+            f"got {counted(count, 'batch')}, but {path} was saved after {saved.batches}: pass the same batches, or "
+            "delete the file"
         )
     if not count:
         raise NotCalibratedError("there are no calibration batches: pass at least one batch")
-    _log.info("calibrated %d observers with %d batches", len(named), count)
+    _log.info("calibrated %s with %s", counted(len(named), "observer"), counted(count, "batch"))
     for name, observer in named.items():
         try:
             Observer.range(observer)
@@ -226,7 +227,10 @@ def _load(path: Path, observers: Mapping[str, Observer]) -> _ResumeHeader:
         done = as_integer("batches", entries["batches"], at_least=1, error=FileFormatError)
         mark = as_integer("mark", entries["mark"], at_least=0, error=FileFormatError)
         if set(arrays) != set(observers):
-            raise FileFormatError(f"{path} has observers {sorted(arrays)!r}, expected {sorted(observers)!r}")
+            raise FileFormatError(
+                f"the file has observers {sorted(arrays)!r}, expected {sorted(observers)!r}: pass the same observers, "
+                "or a new file"
+            )
         saved = {name: type(observers[name]).from_bytes(arrays[name].tobytes()) for name in observers}
     for name, observer in observers.items():
         if not observer.is_like(saved[name]):
@@ -235,9 +239,7 @@ def _load(path: Path, observers: Mapping[str, Observer]) -> _ResumeHeader:
                 "file"
             )
         if observer.count or observer.nonfinite:
-            raise StateError(
-                f"observer {name!r} has observed {observer.count} values: pass a new observer to resume from {path}"
-            )
+            raise StateError(f"observer {name!r} has already observed data: pass a new observer to resume from {path}")
     for name, observer in observers.items():
         observer.load_state_dict(saved[name].state_dict())
     _log.info("resuming after batch %d, from %s", done, path)

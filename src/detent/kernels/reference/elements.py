@@ -75,8 +75,8 @@ def round_with(xp: Any, rounding: Rounding, t: Any, step: int) -> Any:
         nearest = whole + xp.astype(fraction >= 0.5, t.dtype)
         return xp.where(t < 0, -nearest, nearest)
     threshold = xp.reshape(_thresholds(xp, t, rounding.seed, step), t.shape)
-    # Round up from floor(t) where threshold < t - floor(t). For t < 0, t - floor(t) = 1 - fraction may be inexact, so
-    # both sides are subtracted from 1, which is exact.
+    # Round up from floor(t) where threshold < t - floor(t). For t < 0, the right side is 1 - fraction, which may be
+    # inexact. Therefore, compare fraction < 1 - threshold, which is exact.
     up = xp.where(t < 0, (fraction > 0) & (fraction < 1.0 - threshold), threshold < fraction)
     return xp.floor(t) + xp.astype(up, t.dtype)
 

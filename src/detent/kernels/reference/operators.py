@@ -127,7 +127,7 @@ def fake_quantize_backward(
 def fake_quantize_masked(
     x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, ste: Estimator, step: int = 0
 ) -> tuple[Any, Any]:
-    """Return fake-quantized x, and a boolean mask of the elements whose gradient Identity or Clipped passes."""
+    """Return fake-quantized x, and a mask of the elements whose gradient passes; ``ste`` is Identity or Clipped."""
     xp = array_namespace(x)
     y = fake_quantize(x, scale, zero_point, spec=spec, tiling=tiling, step=step)
     if not isinstance(ste, Clipped):
