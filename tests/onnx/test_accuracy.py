@@ -105,7 +105,7 @@ def test_bias_correction_removes_the_mean_error():
     plan = qo.plan(qo.prepare(model, low_bits=True), dt.Recipe.preset("w4a8"))
     seen = qo.calibrate(plan, feeds)
     params = choose_params(plan, seen)
-    biases = corrected_biases(plan, params, IsolatedLayers(plan, seen.samples), len(feeds))
+    biases = corrected_biases(plan, params, IsolatedLayers(plan, seen.samples))
     assert set(biases) == {"first", "second", "last"}
     arrays = {name: each.bias for name, each in biases.items()}
     before, after = (

@@ -114,11 +114,18 @@ def test_a_dense_layer_of_matmul_and_add_runs_on_an_integer_kernel(bias):
     assert "DequantizeLinear" not in operators(file)
 
 
-def test_a_bias_after_3_d_data_stays_an_add():
+def test_dense_layers_of_3_d_data_run_on_integer_kernels():
+    """ONNX Runtime would merge MatMul and Add into a float Gemm between two Reshapes."""
     m = Maker()
-    y = m.add("Add", [m.matmul("x", 8, 16, name="up"), m.constant(weights(16))])
-    prepared = qo.prepare(m.model([("x", [1, 3, 8])], [y]))
-    assert [node.op_type for node in prepared.graph.node] == ["MatMul", "Add"]
+    t = m.add("Add", [m.matmul("x", 8, 16, name="up"), m.constant(weights(16))])
+    y = m.add("Add", [m.constant(weights(1, 4)), m.matmul(m.add("Relu", [t]), 16, 4, name="down")])
+    model = m.model([("x", [1, 3, 8])], [y])
+    prepared = qo.prepare(model)
+    assert [node.op_type for node in prepared.graph.node] == ["MatMul", "Add", "Relu", "MatMul", "Add"]
+    feeds = [{"x": np.random.default_rng(0).normal(size=(1, 3, 8)).astype(np.float32)}]
+    _, file = decided(model, feeds)
+    assert operators(file)["MatMulIntegerToFloat"] == 2
+    assert "Gemm" not in operators(file)
 
 
 @pytest.mark.parametrize("bias", [(), (1,), (3, 16)])

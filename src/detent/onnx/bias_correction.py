@@ -20,7 +20,6 @@ __all__ = ["CorrectedBias", "corrected_biases"]
 
 Array = NDArray[Any]
 CHANNEL_AXES = {"Conv": 1, "Gemm": -1}  # channel axis of the output, by operator
-MAX_SAMPLES = 2  # batches over which the error is averaged
 
 
 class CorrectedBias(NamedTuple):
@@ -31,19 +30,21 @@ class CorrectedBias(NamedTuple):
 
 
 def corrected_biases(
-    plan: GraphPlan, params: Mapping[str, QuantParams], isolated: IsolatedLayers, samples: int
+    plan: GraphPlan, params: Mapping[str, QuantParams], isolated: IsolatedLayers
 ) -> dict[str, CorrectedBias]:
-    """Return the corrected biases of the plan's Conv and Gemm layers, by layer name."""
+    """Return the corrected biases of the plan's Conv and Gemm layers, by layer name.
+
+    ``params`` holds the parameters of quantized tensors, by tensor name.
+    """
     lines = {line.name: line for line in plan.quantized if line.type in CHANNEL_AXES}
     if not lines:
         return {}
     layers = {name: plan.layers_by_name[name] for name in lines}
     weights = {name: plan.graph.array(layer.weight) for name, layer in layers.items()}
     rounded = {name: fake_quantize(weights[name], plan.weight_params(line)) for name, line in lines.items()}
-    used = min(samples, MAX_SAMPLES)
     shifts: dict[str, Array] = {}
     ranges: dict[str, tuple[float, float]] = {}
-    for sample in range(used):
+    for sample in range(isolated.count):
         inputs = isolated.inputs(sample)
         for name in lines:
             x, incoming = inputs[name], params.get(layers[name].data)
@@ -54,7 +55,7 @@ def corrected_biases(
             error = isolated.run(name, x, weights[name]) - isolated.run(name, quantized, rounded[name])
             axis = CHANNEL_AXES[lines[name].type] % error.ndim
             mean = error.mean(axis=tuple(i for i in range(error.ndim) if i != axis), dtype=np.float64)
-            shifts[name] = shifts.get(name, 0.0) + mean / used
+            shifts[name] = shifts.get(name, 0.0) + mean / isolated.count
     biases = {}
     for name, shift in shifts.items():
         bias = layers[name].bias

@@ -45,6 +45,7 @@ __all__ = [
     "check_passes",
     "choose_clipped",
     "choose_params",
+    "first_samples",
     "observed_tensors",
     "range_decisions",
     "tensor_groups",
@@ -54,7 +55,7 @@ Array = NDArray[Any]
 FLOAT_FAILS = "the float model itself computes NaN, so fix the model, or remove this batch"
 Feed = dict[str, Array]
 Progress = bool | Callable[[int, int | None], object]
-MAX_SAMPLES, MAX_SAMPLE_BYTES = 4, 64 << 20  # limits on the batches kept for accuracy passes
+MAX_SAMPLES, MAX_SAMPLE_BYTES = 32, 64 << 20  # limits on the samples kept for accuracy passes
 MAX_REMAINING_NOISE = 0.98  # clipping must remove at least 2 % of the noise
 
 
@@ -201,13 +202,30 @@ class _SampledBatches:
         self.batches, self.samples, self.count = batches, list[Feed](), 0
 
     def __iter__(self) -> Iterator[Feed]:
-        size = 0
+        size = samples = 0
         for feed in self.batches.hashed():
             self.count += 1
             size += sum(array.nbytes for array in feed.values())
-            if not self.samples or (len(self.samples) < MAX_SAMPLES and size <= MAX_SAMPLE_BYTES):
+            if not self.samples or (samples < MAX_SAMPLES and size <= MAX_SAMPLE_BYTES):
                 self.samples.append(dict(feed))
+                samples += sample_count(feed)
             yield feed
+
+
+def sample_count(feed: Feed) -> int:
+    """Return the number of samples in a batch: the length of the first axis of its arrays, if they agree."""
+    lengths = {array.shape[0] for array in feed.values() if array.ndim}
+    return lengths.pop() if len(lengths) == 1 else 1
+
+
+def first_samples(batches: Sequence[Feed], count: int) -> Sequence[Feed]:
+    """Return the first batches that together hold at least ``count`` samples; all batches if they hold fewer."""
+    total = 0
+    for number, feed in enumerate(batches):
+        total += sample_count(feed)
+        if total >= count:
+            return batches[: number + 1]
+    return batches
 
 
 class _Stream:
@@ -348,10 +366,12 @@ def choose_clipped(
     """Choose the groups that get the clipping range of their observer instead of the min-max range."""
     layers = plan.layers_by_name
     leaving = _reaching_output(plan.graph, [layers[line.name].node.output[0] for line in plan.quantized])
-    readers = defaultdict(list)
+    group_of = {each.tensor: each.group for each in placements if not each.source_tensor}
+    readers = defaultdict(list)  # layers that read the codes of a group, by group
     for line in plan.quantized:
-        if line.input is not None:
-            readers[layers[line.name].data].append(line.name)
+        data = layers[line.name].data
+        if line.input is not None and data in group_of:
+            readers[group_of[data]].append(line.name)
     first_of_group = [each for each in placements if each.group == each.tensor and not each.source_tensor]
     clippable = [
         each
@@ -371,19 +391,23 @@ def _better_clipped(
     readers: dict[str, list[str]],
     isolated: IsolatedLayers,
 ) -> set[str]:
-    """Choose the tensors whose readers have a smaller output error with the clipping range, on the first sample."""
+    """Choose the groups whose readers have a smaller output error with the clipping range."""
     candidates = {
         each.tensor: [activation_params(each, calibration, clipped=clipped) for clipped in (False, True)]
         for each in placements
     }
     errors = {tensor: [0.0, 0.0] for tensor in candidates}
-    inputs = isolated.inputs(0) if candidates else {}
-    for tensor, params in candidates.items():
-        for name in readers[tensor]:
-            x, weight = inputs[name], plan.graph.array(plan.layers_by_name[name].weight)
-            reference = isolated.run(name, x, weight)
-            for i, each in enumerate(params):
-                errors[tensor][i] += noise(reference, isolated.run(name, fake_quantize(x, each), weight))
+    names = {name for tensor in candidates for name in readers[tensor]}
+    weights = {name: plan.graph.array(plan.layers_by_name[name].weight) for name in names}
+    for sample in range(isolated.count if candidates else 0):
+        inputs = isolated.inputs(sample)
+        for tensor, params in candidates.items():
+            for name in readers[tensor]:
+                x, weight = inputs[name], weights[name]
+                reference = isolated.run(name, x, weight)
+                power = max(noise(reference, np.zeros_like(reference)), 1e-30)
+                for i, each in enumerate(params):
+                    errors[tensor][i] += noise(reference, isolated.run(name, fake_quantize(x, each), weight)) / power
     return {tensor for tensor, (full, clipped) in errors.items() if clipped < MAX_REMAINING_NOISE * full}
 
 

@@ -27,10 +27,10 @@ Feed = Mapping[str, Array]
 FLOAT_REASON = "last layer: an integer kernel would need a quantized output"
 MAX_FLOAT_WORK = 0.05  # a last layer with a larger share of the multiplications is not kept in float
 MAX_FLOAT_BYTES = 0.02  # bytes that last layers in float may add, relative to all quantized weights
-MAX_WIDE_WORK = 0.03  # layers with 8-bit weights do at most this share of the multiplications
+MAX_WIDE_WORK = 0.01  # layers with 8-bit weights do at most this share of the multiplications
 ACCEPTED_NOISE = 1.1  # noise relative to all weights with 8 bits (0.4 dB); below it, no more layers get 8 bits
 MIN_GAIN = 0.02  # share of the noise; a layer that removes less with 8 bits keeps 7 bits
-NEGLIGIBLE_NOISE = 1e-5  # relative to the power of an output (50 dB); below it, all weights keep 7 bits
+NEGLIGIBLE_NOISE = 1e-3  # relative to the power of an output (30 dB); below it, all weights keep 7 bits
 
 
 def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:

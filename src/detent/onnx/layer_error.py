@@ -30,6 +30,7 @@ __all__ = ["IsolatedLayers", "Probe", "Switch", "SwitchableModel", "gain_db", "n
 Array = NDArray[Any]
 
 Feed = dict[str, Array]
+MAX_BATCHES = 8  # batches that layers are computed on
 PART_ROWS = 512  # rows of a matrix on which errors are measured
 PART_POINTS, BLOCK_SIDE = 64 * 64, 8  # pixels of an image on which errors are measured, and the side of their blocks
 
@@ -58,19 +59,21 @@ class IsolatedLayers:
     """Runs each quantized layer of a plan by itself, on a part of the layer's input in the sample batches.
 
     The whole model runs once per sample to record all layers' inputs, when ``inputs`` is first called for that sample.
+    The more samples there are, the smaller is the part of each.
     """
 
     def __init__(self, plan: GraphPlan, samples: Sequence[Feed]) -> None:
         self._layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
         self._probes: dict[str, Probe] = {}
         self._inputs: list[Mapping[str, Array]] = []
-        self._recorded = record(plan.model, [layer.data for layer in self._layers.values()], samples)
+        self.count = min(len(samples), MAX_BATCHES)
+        self._recorded = record(plan.model, [layer.data for layer in self._layers.values()], samples[: self.count])
 
     def inputs(self, sample: int) -> Mapping[str, Array]:
         """Return a part of each layer's input in a sample, by layer name."""
         while len(self._inputs) <= sample:
             tensors = next(self._recorded)
-            parts = {name: part_of(layer, tensors[layer.data]) for name, layer in self._layers.items()}
+            parts = {name: part_of(layer, tensors[layer.data], self.count) for name, layer in self._layers.items()}
             self._inputs.append(parts)
         return self._inputs[sample]
 
@@ -81,14 +84,17 @@ class IsolatedLayers:
         return self._probes[name].run(x, weight)
 
 
-def part_of(layer: Layer, x: Array) -> Array:
-    """Select the part of a layer's input on which errors are measured: rows of a matrix, or blocks of an image."""
+def part_of(layer: Layer, x: Array, batches: int = 1) -> Array:
+    """Select the part of a layer's input on which errors are measured: rows of a matrix, or blocks of an image.
+
+    If errors are measured on several batches, the part of each is smaller.
+    """
     if layer.node.op_type in MATMULS:
-        flat = x.reshape(-1, x.shape[-1])
-        return np.ascontiguousarray(flat[:: max(1, len(flat) // PART_ROWS)][:PART_ROWS])  # a view would keep x alive
+        flat, count = x.reshape(-1, x.shape[-1]), -(-PART_ROWS // batches)
+        return np.ascontiguousarray(flat[:: max(1, len(flat) // count)][:count])  # a view would keep x alive
     sizes = layer.shape[2:]
     dilations = attribute_of(layer.node, "dilations", [1] * len(sizes))
-    remaining = PART_POINTS
+    remaining = -(-PART_POINTS // batches)
     for number, axis in enumerate(sorted(range(2, x.ndim), key=lambda axis: x.shape[axis])):
         even_side = int(remaining ** (1 / (x.ndim - 2 - number)) + 1e-9)
         receptive = 2 * (sizes[axis - 2] - 1) * dilations[axis - 2] + 2  # wider than the receptive field

@@ -7,7 +7,7 @@
 - Batch norms, and constants that are added or multiplied after a layer, are folded into the layer. Constants that no
   node reads are removed.
 - A MatMul of 2-D data and the Add of its bias are merged into a Gemm. ONNX Runtime would merge them too, but then it
-  would run the Gemm in float, because its bias is float.
+  would run the Gemm in float, because its bias is float. For data with more axes, the bias has three axes.
 
 The outputs stay the same, except that folding may change their last bits. Data is needed only to check that converting
 the opset does not change the outputs. ONNX Runtime computes the outputs of nodes that read only constants. Outputs
@@ -278,25 +278,42 @@ def _flatten_biases(graph: Graph) -> None:
 
 
 def _merge_biases(graph: Graph) -> bool:
-    """Merge each MatMul of 2-D data and the Add of its constant bias into a Gemm; returns whether any was merged."""
-    merged = False
+    """Merge each MatMul of 2-D data with the Add of its bias into a Gemm; returns whether the graph changed.
+
+    ONNX Runtime also merges a MatMul of data with more axes, if their sizes are known. It would then run it in float,
+    so its bias gets a third axis, which prevents that.
+    """
+    changed = False
     for node in [each for each in graph.nodes if each.op_type == "MatMul" and each.domain in MAIN]:
-        weight, result = node.input[1], node.output[0]
-        shape, readers = graph.shape(node.input[0]), graph.consumers(result)
-        is_dense = shape is not None and len(shape) == 2 and weight in graph.constants
-        is_inner = len(readers) == 1 and result not in graph.outputs and result not in graph.captured
-        if not (is_dense and is_inner and readers[0].op_type == "Add" and graph.kind(weight) == onnx.TensorProto.FLOAT):
+        shape, add = graph.shape(node.input[0]), _bias_after(graph, node)
+        if shape is None or len(shape) < 2 or add is None:
             continue
-        (add,) = readers
-        bias = add.input[1] if add.input[0] == result else add.input[0]
-        columns = graph.constants[weight].dims[-1]
-        if bias not in graph.constants or list(graph.constants[bias].dims) not in ([columns], [1, columns]):
-            continue
-        graph.remove([node, add])
-        names = [node.input[0], weight, bias]
-        graph.insert([helper.make_node("Gemm", names, [add.output[0]], name=node.name)])
-        merged = True
-    return merged
+        position = 0 if add.input[1] == node.output[0] else 1
+        bias = add.input[position]
+        if len(shape) == 2:
+            graph.remove([node, add])
+            names = [node.input[0], node.input[1], bias]
+            graph.insert([helper.make_node("Gemm", names, [add.output[0]], name=node.name)])
+        else:
+            row = graph.array(bias).reshape(1, 1, -1)
+            graph.set_input(add, position, graph.add_constant(f"{bias}_row", row))
+        changed = True
+    return changed
+
+
+def _bias_after(graph: Graph, node: NodeProto) -> NodeProto | None:
+    """Return the Add that alone reads a MatMul with a constant weight, and adds a constant per column."""
+    weight, result = node.input[1], node.output[0]
+    readers = graph.consumers(result)
+    is_inner = len(readers) == 1 and result not in graph.outputs and result not in graph.captured
+    if weight not in graph.constants or graph.kind(weight) != onnx.TensorProto.FLOAT or not is_inner:
+        return None
+    (add,) = readers
+    others = [name for name in add.input if name != result]
+    columns = graph.constants[weight].dims[-1]
+    if add.op_type != "Add" or len(others) != 1 or others[0] not in graph.constants:
+        return None
+    return add if list(graph.constants[others[0]].dims) in ([columns], [1, columns]) else None
 
 
 def _compute_constants(graph: Graph, decided: Mapping[str, NDArray[Any]] | None) -> dict[str, NDArray[Any]]:

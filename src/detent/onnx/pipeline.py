@@ -35,6 +35,7 @@ from detent.onnx.calibration import (
     check_passes,
     choose_clipped,
     choose_params,
+    first_samples,
     observed_tensors,
     range_decisions,
     tensor_groups,
@@ -74,7 +75,7 @@ Feed = dict[str, NDArray[Any]]
 KeepFloat = Literal["auto", "none"]
 
 COMPARED_BATCHES = 8  # batches on which equalization and SmoothQuant are evaluated
-FALLBACK_BATCHES = 2  # batches on which float fallback is evaluated
+FALLBACK_SAMPLES = 4  # samples on which float fallback is evaluated
 EVALUATION_BATCHES = 4  # batches on which the outputs of both models are compared
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # how much a message shows
 DATA_SUFFIXES = (".npz", ".npy")  # files with these suffixes are calibration data, never models
@@ -484,7 +485,7 @@ def _decide_with_data(
         isolated = IsolatedLayers(graph_plan, calibration.samples)
         clipped = choose_clipped(graph_plan, calibration, placements, isolated) if options.observer is None else None
         params = choose_params(placements, calibration, clipped)
-    samples = calibration.samples[:FALLBACK_BATCHES]
+    samples = first_samples(calibration.samples, FALLBACK_SAMPLES)
     graph_plan, widened, shares = _choose_precision(graph_plan, params, samples, work, options)
     if shares:
         graph_plan = graph_plan.without(shares, FALLBACK_REASON)
@@ -493,21 +494,22 @@ def _decide_with_data(
         new = choose_params(placements, calibration)
         clipped = None if clipped is None else clipped | (set(new) - set(params))
         params = new | params
+    placements, used = placed(graph_plan, placements, params)
+    decisions = replace(
+        facts,
+        data=calibration.fingerprint,
+        equalized=equalized,
+        smoothed=smoothed,
+        placements=tuple(placements),
+        ranges=range_decisions(used, calibration, clipped),
+    )
+    tensor_params = decisions.tensor_params()
     biases: dict[str, CorrectedBias] = {}
     if options.bias_correction:
         with running("bias correction"):
-            biases = corrected_biases(graph_plan, params, isolated, len(calibration.samples))
+            biases = corrected_biases(graph_plan, tensor_params, isolated)
     with running("choosing weight scales"):
-        placements, used = placed(graph_plan, placements, params)
-        decisions = replace(
-            facts,
-            data=calibration.fingerprint,
-            equalized=equalized,
-            smoothed=smoothed,
-            placements=tuple(placements),
-            ranges=range_decisions(used, calibration, clipped),
-        )
-        layers = layer_decisions(graph_plan, decisions.tensor_params(), biases)
+        layers = layer_decisions(graph_plan, tensor_params, biases)
     steps = (
         *map(str, equalized),
         *map(str, smoothed),
