@@ -28,6 +28,7 @@ from torch import nn  # noqa: E402
 import detent.torch as qt  # noqa: E402
 from detent.onnx_model import Graph, Provenance, array_of, get_target, load, make_session, optimized  # noqa: E402
 from detent.onnx_model.graph import attribute_of  # noqa: E402
+from detent.torch import onnx_export  # noqa: E402
 from detent.torch.export_graph import Lowering  # noqa: E402
 from detent.torch.export_marks import Marked, MarkedWeight  # noqa: E402
 from detent.torch.preparation import plan_of, quantizers_of, weight_layers  # noqa: E402
@@ -508,6 +509,30 @@ def test_layers_of_all_kinds(name, tmp_path):
         assert np.allclose(got, as_shipped(model, batch), atol=2e-4)
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, slow(nn.GRU)])
+def test_recurrent_layers_export_to_the_same_bytes_each_time(layer, tmp_path):
+    """torch caches the kernels of recurrent operators; earlier exports do not matter."""
+    torch.manual_seed(0)
+    x, longer = torch.randn(3, 2, 4), torch.randn(5, 2, 4)
+    model = calibrated(Own(layer(4, 4)).eval(), "w8a8", x)
+    for operator in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
+        operator._dispatch_cache.clear()  # as in a new process
+    path = qt.export_onnx(model, x, tmp_path / "model.onnx")
+    assert dt.verify(model, path, [x.numpy(), longer.numpy()]).ok  # exports again, and compares all bytes
+    assert np.allclose(*run(path, {"x": longer.numpy()}), as_shipped(model, longer), atol=2e-4)  # any length
+
+
+@pytest.mark.slow
+def test_an_axis_that_a_later_step_of_the_exporter_fixes_is_fixed(monkeypatch, tmp_path):
+    """Without torch's loops, the exporter unrolls a layer after it has listed the sizes that vary."""
+    monkeypatch.setattr(onnx_export, "_LOOP_MODULE", "torch.export._no_such_module")
+    x = torch.randn(3, 2, 4)
+    model = calibrated(Own(nn.LSTM(4, 4)).eval(), "w8a8", x)
+    with pytest.warns(UserWarning, match="axis 0 of x is fixed to 3, "):
+        path = qt.export_onnx(model, x, tmp_path / "model.onnx")
+    assert [size.dim_value for size in load(path).graph.input[0].type.tensor_type.shape.dim] == [3, 2, 4]
+
+
 class AnyArguments(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -571,7 +596,9 @@ def test_other_types_of_activations(format, tmp_path):
     assert np.allclose(run(path, {"input": x.numpy()})[0], as_shipped(model, x), atol=1e-3)
 
 
-@pytest.mark.parametrize(("recipe", "mode"), [("w4a4", None), ("w8a4", None), ("w3a3", None), ("w2a2", "learned")])
+@pytest.mark.parametrize(
+    ("recipe", "mode"), [("w4a4", None), slow("w8a4", None), slow("w3a3", None), slow("w2a2", "learned")]
+)
 def test_activations_of_few_bits_before_convolutions(recipe, mode, tmp_path):
     """They are stored in bytes after a Clip, because ONNX Runtime has no integer convolution for 4-bit types."""
     torch.manual_seed(0)

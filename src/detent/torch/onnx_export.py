@@ -10,8 +10,9 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,6 +43,8 @@ FIRST_OPSET, LAST_OPSET = 18, 23  # torch writes 18 and later without conversion
 TORCH_MIN_SIZE = 2  # torch's lower bound for every symbolic size
 UNLIMITED = 1 << 31  # torch uses an upper bound of at least this value for a size without limit
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
+_LOOP_OPERATORS = ("lstm", "gru")  # recurrent operators for which torch can trace a loop of any length
+_LOOP_MODULE = "torch.export._patches"  # older versions of torch have no such module
 
 
 def export_onnx(
@@ -238,7 +241,7 @@ def run_exporter(
 ) -> "tuple[ModelProto, Ranges]":
     """Run torch's exporter without its warnings; return the graph and the ranges of its symbolic sizes."""
     args, kwargs = example
-    with _quiet_exporter(), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with _quiet_exporter(), _recurrent_loops(shapes), torch.random.fork_rng(devices=[]), torch.no_grad():
         program = torch.onnx.export(
             model,
             args,
@@ -251,8 +254,21 @@ def run_exporter(
         )
     if program is None or program.exported_program is None:
         raise UnsupportedError("torch.onnx.export returned no program")
-    sizes = program.exported_program.range_constraints
-    return program.model_proto, {str(symbol): (each.lower, each.upper) for symbol, each in sizes.items()}
+    return program.model_proto, _ranges(program.exported_program)
+
+
+def _ranges(program: torch.export.ExportedProgram) -> Ranges:
+    """The ranges of the symbolic sizes, after all steps of the exporter.
+
+    ``range_constraints`` are from the first step. Later steps may fix a size, and only the shape environment records
+    this.
+    """
+    sizes = dict(program.range_constraints)
+    modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in program.graph.nodes)
+    environment = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)
+    final = {} if environment is None else environment.var_to_range
+    ranges = {symbol: each & final[symbol] if symbol in final else each for symbol, each in sizes.items()}
+    return {str(symbol): (each.lower, each.upper) for symbol, each in ranges.items()}
 
 
 def _warn_of_limits(model: "ModelProto", ranges: Ranges) -> None:
@@ -287,6 +303,30 @@ def _exporter_error(model: nn.Module, error: Exception) -> UnsupportedError:
     ]
     hint = f" (the exporter often rejects recurrent layers, here {', '.join(layers)})" if layers else ""
     return UnsupportedError(f"torch.onnx.export failed: {message}{hint}")
+
+
+@contextmanager
+def _recurrent_loops(shapes: Any) -> Iterator[None]:
+    """Trace recurrent layers as loops of any length in all steps of the exporter, if a size varies.
+
+    torch does this only in its first step, and caches the chosen kernels. Without this context, the first export of a
+    process differs from later exports, and later steps unroll the layer to the length of the example.
+    """
+    operators = [getattr(torch.ops.aten, name).input for name in _LOOP_OPERATORS]
+
+    def forget_kernels() -> None:
+        for operator in operators:
+            operator._dispatch_cache.clear()
+
+    with ExitStack() as stack:
+        stack.callback(forget_kernels)
+        if shapes is not None and find_spec(_LOOP_MODULE) is not None:
+            for name in _LOOP_OPERATORS:
+                register = getattr(import_module(_LOOP_MODULE), f"register_{name}_while_loop_decomposition", None)
+                if register is not None:
+                    stack.enter_context(register())
+        forget_kernels()
+        yield
 
 
 @contextmanager
