@@ -115,11 +115,8 @@ class Search {
   void descend() {
     for (int64_t position = 0; position < call_.positions; position += call_.coarse) {
       const double scale = scale_at(position);
-      if (affine_) {
-        try_zeros(scale, position);
-      } else {
-        consider(scale, start_zero_, position);
-      }
+      if (position == 0 || !affine_) consider(scale, start_zero_, position);
+      if (affine_) try_zeros(scale, position);
       if (best_.error == 0 || scale <= call_.least || bound(scale) > best_.error) break;
     }
   }

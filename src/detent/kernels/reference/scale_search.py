@@ -123,19 +123,18 @@ class _Search:
         for position in range(0, FACTORS.size, coarse):
             positions = np.full(sets.size, position)
             scale = self._scale_at(sets, positions)
-            for part, zero in self._zero_points(sets, scale):
+            if position == 0 or self.spec.symmetric:
+                self._consider(sets, scale, self.start_zero[sets], positions)
+            for part, zero in () if self.spec.symmetric else self._zero_points(sets, scale):
                 self._consider(sets[part], scale[part], zero, positions[part])
             ended = (self.error[sets] == 0) | (scale <= self.least) | (self._bound(sets, scale) > self.error[sets])
             sets = sets[~ended]
             if not sets.size:
                 return
 
-    def _zero_points(self, sets: Indices, scale: Float64) -> Iterator[tuple[Any, Float64]]:
+    def _zero_points(self, sets: Indices, scale: Float64) -> Iterator[tuple[Indices, Float64]]:
         """Yield zero points to try, each with the part of the sets that tries it."""
         start = self.start_zero[sets]
-        if self.spec.symmetric:
-            yield slice(None), start
-            return
         at_high = np.clip(np.rint(self.high - self.hi[sets] / scale), self.low, self.high)
         at_low = np.clip(np.rint(self.low - self.lo[sets] / scale), self.low, self.high)
         first, last = np.minimum(np.minimum(at_high, at_low), start), np.maximum(np.maximum(at_high, at_low), start)
