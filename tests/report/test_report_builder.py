@@ -133,7 +133,7 @@ def test_non_finite_values_are_noted():
     watched = QuantizerStats(artifact, artifact.quantize_nodes[0])
     watched.reading().take({"x": np.float32([1, 2, np.inf]), "q": np.uint8([5, 7, 255])})
     tensor = watched.result()
-    assert tensor.note == "1 values were NaN or infinite"
+    assert tensor.note == "NaN or infinite values: 1"
     assert sum(tensor.histogram.counts) == 2
     assert tensor.codes_used == 3
     assert not np.isfinite(tensor.sqnr_db)

@@ -59,7 +59,7 @@ def verdict(decisions):
 def test_what_was_decided_is_ok(decisions):
     report = verdict(decisions)
     assert report.ok, report.failure
-    assert any("corrected biases" in each for each in report.replay.decided)
+    assert any("corrected bias" in each for each in report.replay.decided)
     assert dt.verify(model(), qo.rewrite(model(), decisions), DATA).ok
 
 
@@ -129,7 +129,7 @@ def test_tiny_scales_are_not_excused_by_a_bias():
 
 
 def test_how_far_biases_were_moved_is_listed(decisions):
-    line = next(each for each in verdict(decisions).replay.decided if "corrected biases" in each)
+    line = next(each for each in verdict(decisions).replay.decided if "corrected bias" in each)
     assert "of the largest output of" in line
     forged = {name: replace(each, observed_range=(-1e30, 1e30)) for name, each in decisions.ranges.items()}
     bias = layer(decisions).bias.copy()

@@ -126,9 +126,9 @@ def test_what_was_decided_is_listed(file):
     assert report.replay.decided == (
         "target onnxruntime, opset 17",
         "1 weight format: 2 int8/axis1/symmetric/onnx [qmin=-64, qmax=64]",
-        "2 activation scales and zero points: scales from 0.0188 to 0.0333",
+        "2 activation scales with zero point: scales from 0.0188 to 0.0333",
     )
-    assert "accepted within bounds: 2 activation scales and zero points" in str(report)
+    assert "accepted within bounds: 2 activation scales with zero point" in str(report)
 
 
 def test_segments_are_equal_to_the_bit(file):
@@ -238,7 +238,7 @@ def test_another_activation_scale_is_another_decision(file):
     rewritten(file, lambda each: each["ranges"]["x"].update(scale=float(scale)))
     report = dt.verify(model(), file, DATA)
     assert report.ok
-    assert "2 activation scales and zero points: scales from 0.0333 to 0.25" in report.replay.decided
+    assert "2 activation scales with zero point: scales from 0.0333 to 0.25" in report.replay.decided
     assert (
         report.output_sqnr_db < dt.verify(model(), qo.rewrite(model(), qo.decide(model(), DATA)), DATA).output_sqnr_db
     )

@@ -18,6 +18,7 @@ from detent.metrics import OutputComparison, worst_output
 from detent.onnx_model.batches import Batches, BatchSource, Feed, open_batches
 from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
+from detent.tables import counted
 
 __all__ = ["Accuracy", "Split", "check_supports_agreement", "measure_accuracy", "split_batches"]
 
@@ -37,7 +38,7 @@ class Split:
     def __str__(self) -> str:
         if self.is_held_out:
             return f"{self.evaluation.count:,} held-out batches"
-        return f"{self.evaluation.count:,} calibration batches (nothing held out)"
+        return f"{counted(self.evaluation.count or 0, 'calibration batch', ',')} (nothing held out)"
 
 
 def split_batches(model: ModelSource, data: BatchSource, batch_size: int | None = None) -> Split:

@@ -116,7 +116,7 @@ def dry_run(
         "numbers": None if numbers is None else list(numbers[:MAX_BATCHES]),
         "options": options,
     }
-    # This process creates the directory, because the other one may be killed before it can remove it.
+    # This process creates the directory: the other process may be killed before it can clean up.
     with tempfile.TemporaryDirectory(prefix="detent-") as directory:
         code, stdout, stderr = _run_worker({**request, "directory": directory})
     try:

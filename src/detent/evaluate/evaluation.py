@@ -24,7 +24,7 @@ from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.targets import faster, has_vnni
 from detent.recipe import Recipe
-from detent.tables import bytes_text, html_table
+from detent.tables import bytes_text, counted, html_table
 from detent.verification import VerifyReport, verify
 
 __all__ = ["Checks", "Evaluation", "SensitiveLayer", "evaluate_result", "quantize_and_evaluate"]
@@ -135,7 +135,9 @@ class Evaluation:
             for i, name in enumerate(names[:MAX_OUTPUTS_SHOWN])
         ]
         if len(values) > MAX_OUTPUTS_SHOWN:
-            facts.append(("SQNR of others", f"{len(values) - MAX_OUTPUTS_SHOWN:,} more outputs, see --json"))
+            facts.append(
+                ("SQNR of others", f"{counted(len(values) - MAX_OUTPUTS_SHOWN, 'more output', ',')}, see --json")
+            )
         if self.accuracy.agreement is not None:
             facts.append(("top-1 agreement", f"{100 * self.accuracy.agreement:.2f} %{where}"))
         return facts

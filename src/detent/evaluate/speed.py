@@ -19,11 +19,12 @@ from detent.errors import SpecError, closest
 from detent.onnx_model.batches import Feed, InputInfo
 from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.sessions import SPINNING, make_session, ort_errors
+from detent.tables import counted
 
 __all__ = ["Timing", "duration_text", "parse_shapes", "random_inputs", "time_models"]
 
 MIN_RUNS, MAX_RUNS = 3, 50  # timed runs per model
-SAME_SPEED = 1.05  # two run times count as equal if their ratio is smaller
+SAME_SPEED = 1.05  # two run times count as equal if their ratio is smaller than this
 MAX_MS_AS_MICROSECONDS = 0.1
 DEFAULT_SIZE = 1  # size of dynamic axes
 MAX_RANDOM_ELEMENTS = 1 << 28  # limit for each random input; generating so many elements takes 2 GiB
@@ -77,7 +78,7 @@ class Timing:
 
     def __str__(self) -> str:
         times = f"{duration_text(self.first_ms)} -> {duration_text(self.second_ms)}"
-        return f"{times} ({self.speed_text}, {self.threads_text}, {self.runs:,} runs)"
+        return f"{times} ({self.speed_text}, {self.threads_text}, {counted(self.runs, 'run', ',')})"
 
 
 def duration_text(ms: float) -> str:

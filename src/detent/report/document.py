@@ -332,8 +332,8 @@ class Report:
         layers: layers sorted by noise share, largest first; layers in float come last.
         others: quantized activations that no layer reads directly.
         sizes: sizes of the parts of the file.
-        noise_share_basis: where noise is measured, relative to the signal: "sensitivity" (model outputs, only that
-            layer quantized), "output", "weight" or "input" (of the layer), or "none".
+        noise_share_basis: the tensor whose relative noise is measured: "sensitivity" (model outputs, with one layer
+            quantized at a time), "output", "weight" or "input" (of the layer), or "none".
         output_sqnr_db: SQNR in dB by output name, for outputs of a float type.
         output_sqnr_against: the model that outputs were compared with, as text.
         agreement: top-1 agreement, from 0 to 1.
@@ -468,7 +468,10 @@ class Report:
     def __str__(self) -> str:
         rows = [_row(layer) for layer in self.layers[:MAX_LAYERS_SHOWN]]
         more = len(self.layers) - len(rows)
-        lines = [*(table_lines([_HEAD, *rows]) if rows else []), *([f"and {more} more layers"] if more else [])]
+        lines = [
+            *(table_lines([_HEAD, *rows]) if rows else []),
+            *([f"and {counted(more, 'more layer')}"] if more else []),
+        ]
         return "\n".join([self._headline(), *lines])
 
     def __repr__(self) -> str:

@@ -33,7 +33,7 @@ NONE = "\u2013"  # an en dash, for unknown values
 MINUS = "\u2212"
 WIDTH, HEIGHT = 320.0, 96.0  # size of a histogram in SVG units
 CURVE_WIDTH, CURVE_HEIGHT = 640.0, 240.0
-CURVE_POINTS = 256  # about as many points of a curve are drawn at most
+CURVE_POINTS = 256  # limit on the points that are drawn of a curve, approximately
 MIN_SHARE_SHOWN = 1e-4  # smaller shares are shown as "< 0.01 %"
 Lines = tuple[float | None, float | None]
 

@@ -48,7 +48,7 @@ Array = NDArray[Any]
 Feed = Mapping[str, Array]
 FINE_BINS = 2048  # bins used while counting; they are merged into the few bins of a report
 FLOAT_NBYTES = 4
-MIN_ROUNDED_SHARE = 0.995  # share of elements that must be rounded or clipped float weights
+MIN_ROUNDED_SHARE = 0.995  # in a rounded float weight, at least this share of elements is rounded or clipped
 ROUNDING_SLACK = 1e-3  # tolerance for a rounded float weight, relative to the scale
 WIDE_TYPE_RATIO = 4  # if a type has over 4 times the range of the codes, the codes have fewer bits than the type
 MAX_OUTPUT_ELEMENTS = 1 << 17  # elements of a layer's output that are compared per batch
@@ -334,7 +334,7 @@ class QuantizerStats:
         if not self._elements:
             return base
         if seen.not_finite:
-            base = replace(base, note=f"{seen.not_finite:,} values were NaN or infinite")
+            base = replace(base, note=f"NaN or infinite values: {seen.not_finite:,}")
         if seen.count:
             base = replace(base, minimum=short(seen.minimum), maximum=short(seen.maximum), histogram=seen.histogram())
         if is_integer:

@@ -49,7 +49,7 @@ __all__ = [
 
 Array = NDArray[Any]
 FLOAT_NBYTES = 4
-MAX_DECODED_NBYTES = 1 << 29  # if dequantized weights take more memory, several sessions run in turn
+MAX_DECODED_NBYTES = 1 << 29  # if dequantized weights take more memory than this, several sessions run in turn
 
 
 def code_distance(a: Array, b: Array) -> int:
@@ -245,7 +245,7 @@ class ActivationCheck:
 
     def __init__(self, artifact: QuantizedGraph, source: Source, tally: Tally) -> None:
         self._artifact, self._source, self._tally = artifact, source, tally
-        self.notes: dict[str, None] = {}  # names quantizers that were not compared with the source
+        self.notes: dict[str, None] = {}  # notes on quantizers that were not compared with the source
 
     def readings(self) -> list[Reading]:
         """Return one reading per QuantizeLinear node: its input and its codes."""
@@ -439,8 +439,8 @@ def _check_biases(
     Args:
         artifact: the file.
         tally: counts the codes.
-        biases: float biases of the source. The key is the file's tensor with the codes of the layer's weight.
-        scales: scales of the source's weights and activations. The key is the file's tensor with the codes.
+        biases: float biases of the source, by the name of the file's tensor that holds the codes of the layer's weight.
+        scales: scales of the source's weights and activations, by the name of the file's tensor that holds the codes.
     """
     graph = artifact.graph
     by_output = {weight.node.output[0]: weight for weight in artifact.weights}
@@ -518,7 +518,7 @@ class WeightCheck:
     def __init__(self, artifact: QuantizedGraph, source: Source, tally: Tally) -> None:
         self._artifact, self._source, self._tally = artifact, source, tally
         self._missing: dict[str, QuantizedTensor] = {}
-        self.notes: dict[str, None] = {}  # names weights that were not compared with the source
+        self.notes: dict[str, None] = {}  # notes on weights that were not compared with the source
 
     def run(self) -> None:
         """Compare each weight with the source, and its dequantized values with ONNX Runtime; then check biases."""

@@ -11,8 +11,8 @@ zero point      8 bits and more: equal to that of the min-max range. Fewer bits:
                 Symmetric: 0 (``QuantParams`` checks it)
 corrected bias  differs from the float bias by at most the mean error that quantization can cause in an output:
                 ``sum|w - w'| * max|x| + sum|w'| * max|x - x'|`` plus one bias step. w' and x' are dequantized. x is in
-                the observed range. Values outside the quantizer's range by more than its width do not count. The
-                observed range is itself a decision, so ``decided`` lists the largest correction and the largest input
+                the observed range, but at most one range width outside the quantizer's range. The observed range
+                is itself a decision, so ``decided`` lists the largest correction and the largest input
 activation      any scale and zero point. ``decided`` lists them, and level 2 measures the resulting SQNR
 =============== =====================================================================================================
 """
@@ -35,6 +35,7 @@ from detent.onnx_model.layers import Layer
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.spec import QuantSpec
+from detent.tables import counted
 from detent.verification.verify_report import Difference
 
 __all__ = ["decided", "problems"]
@@ -43,8 +44,8 @@ Array = NDArray[Any]
 SEARCH_TOLERANCE = 1e-2  # relative, for squared errors: the search on a histogram depends slightly on the CPU
 HISTOGRAMS_AT_ONCE = 4096  # parameter sets, which bounds the memory
 TOLERANCE = 1e-5  # relative, for the rounding of float32 sums
-MAX_CLIPPED_RANGES = 1  # inputs outside the quantizer's range by more than this many widths of it do not count
-BIAS_CODE_MARGIN = 1 << 8  # if a scale was raised for the bias, a bias code is at most this far below ROOMY_BIAS_CODE
+MAX_CLIPPED_RANGES = 1  # inputs count up to this many range widths outside the quantizer's range
+BIAS_CODE_MARGIN = 1 << 8  # if a bias code is above ROOMY_BIAS_CODE minus this, the bias may have raised the scale
 MAX_NAMES_SHOWN = 3
 
 
@@ -236,26 +237,28 @@ def decided(decisions: Decisions, corrections: Mapping[str, Correction]) -> tupl
     specs = Counter(str(each.weight) for each in quantized)
     spec_counts = ", ".join(f"{count} {spec}" for spec, count in specs.most_common())
     counts = (
-        (len(specs), "weight format" if len(specs) == 1 else "weight formats", spec_counts),
+        (len(specs), "weight format", "", spec_counts),
         (
             len(scales),
-            "activation scales and zero points",
+            "activation scale",
+            " with zero point",
             f"scales from {min(scales):.3g} to {max(scales):.3g}" if scales else "",
         ),
-        (len(in_float), "layers kept in float", _listed(in_float)),
-        (len(decisions.equalized), "equalized tensors", _listed([each.tensor for each in decisions.equalized])),
-        (len(decisions.smoothed), "smoothed tensors", _listed([each.tensor for each in decisions.smoothed])),
-        (len(corrections), "corrected biases", _largest_correction(corrections)),
+        (len(in_float), "layer", " kept in float", _listed(in_float)),
+        (len(decisions.equalized), "equalized tensor", "", _listed([each.tensor for each in decisions.equalized])),
+        (len(decisions.smoothed), "smoothed tensor", "", _listed([each.tensor for each in decisions.smoothed])),
+        (len(corrections), "corrected bias", "", _largest_correction(corrections)),
         (
             sum(each.weight is not None and each.weight.bits < MINMAX_BITS for each in quantized),
-            "weights whose scales were searched",
+            "weight",
+            " whose scales were searched",
             "",
         ),
-        (len(decisions.constants), "computed constants", _listed(list(decisions.constants))),
+        (len(decisions.constants), "computed constant", "", _listed(list(decisions.constants))),
     )
-    for count, label, details in counts:
+    for count, noun, rest, details in counts:
         if count:
-            lines.append(f"{count} {label}{f': {details}' if details else ''}")
+            lines.append(f"{counted(count, noun)}{rest}{f': {details}' if details else ''}")
     return tuple(lines)
 
 

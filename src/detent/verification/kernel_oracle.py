@@ -29,6 +29,7 @@ from detent.checks import first_index
 from detent.errors import UnsupportedError
 from detent.onnx_model.graph import CODE_OPERATORS
 from detent.onnx_model.sessions import Reading, make_session, ort_errors
+from detent.tables import counted
 from detent.verification.verify_report import Difference, Kernel
 
 __all__ = [
@@ -366,7 +367,7 @@ def _describe(
 ) -> Difference:
     index = first_index(distances == distances.max())
     channel = index[expected.axis]
-    count = np.count_nonzero(np.moveaxis(distances, expected.axis, 0)[channel])
+    count = int(np.count_nonzero(np.moveaxis(distances, expected.axis, 0)[channel]))
     reason = "the kernel's sums are wrong"
     weights = inputs[_WEIGHT_INPUTS.get(node.op_type, 1)]
     if can_saturate and weights is not None:
@@ -385,7 +386,7 @@ def _describe(
         None,
         None if scale is None else float(scale.reshape(-1)[0]),
         None if zero is None else int(zero.reshape(-1)[0]),
-        f"saturation in channel {channel}: {count} codes of this channel are off by up to {int(distances.max())}; "
+        f"saturation in channel {channel}: {counted(count, 'wrong code')}, off by up to {int(distances.max())}; "
         f"{reason}",
     )
 

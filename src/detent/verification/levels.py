@@ -72,7 +72,7 @@ def run_levels(
     file = open_quantized(artifact)
     batches = () if data is None else open_batches(data, inputs_of(file.model))
     report = _Verification(file, _as_source(source, file), levels, has_data=data is not None).run(batches)
-    _log.info("verified levels %s on %d batches: %s", levels, report.batches, report.headline)
+    _log.info("verified levels %s on %s: %s", levels, counted(report.batches, "batch"), report.headline)
     return report
 
 
@@ -308,7 +308,7 @@ class _Verification:
         segments = self._segments()
         segment_runner = self.source.segments if segments is not None else None
         tallies = [self.tally]
-        if segment_runner is not None and segment_runner.checks_quantizers:  # segments compared the activations
+        if segment_runner is not None and segment_runner.checks_quantizers:  # level 1 skipped the activations
             tallies.append(self.source.tally)
         replay_differences = () if self.replay is None else self.replay.differences
         first_of_segments = None if segments is None else segments.first

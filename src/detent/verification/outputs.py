@@ -107,7 +107,7 @@ class FusedCodes(NamedTuple):
 
 
 def find_codes(artifact: QuantizedGraph, optimized: ModelProto) -> dict[str, FusedCodes]:
-    """Return, by QuantizeLinear node, the tensor that has its codes in the optimized graph.
+    """Return the tensor of the optimized graph with the codes of each QuantizeLinear node, by node.
 
     Most tensors of codes keep their name. A channels-last convolution outputs codes itself, with permuted axes. It is
     found by the name of the original convolution: ``conv1`` becomes ``conv1_token_3``. Nodes whose codes the optimized

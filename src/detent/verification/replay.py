@@ -28,7 +28,7 @@ from detent.verification.verify_report import Difference, MadeBy, Replay
 
 __all__ = ["ReplayedModel", "compare_models", "replay"]
 
-MAX_DIFFERENCES = 100  # the comparison stops after this many, because an unrelated model differs everywhere
+MAX_DIFFERENCES = 100  # the comparison stops after so many mismatches: an unrelated model differs everywhere
 
 
 @dataclass(frozen=True)

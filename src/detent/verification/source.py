@@ -52,7 +52,7 @@ class Expected:
 class SourceSegments(Protocol):
     """A source that is cut into segments at its quantizers; each segment runs on the file's codes."""
 
-    checks_quantizers: bool  # whether ``run`` compares codes bit for bit, so that level 1 need not
+    checks_quantizers: bool  # whether ``run`` compares codes bit for bit; level 1 then skips them
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
@@ -72,7 +72,7 @@ class Source(Protocol):
     """The model that a file was made from."""
 
     can_match_weights: bool  # whether each weight of the file should have a counterpart in the source
-    names: Mapping[str, str]  # name of the source's weight, by the name of the constant that has its codes in the file
+    names: Mapping[str, str]  # weight names in the source, by the names of the file's constants of codes
     notes: dict[str, None]  # messages about parts that were not compared
     causes: list[str]  # known reasons why sums in the file differ from sums in the source
     tally: Tally  # counts of the codes that segments compared

@@ -24,6 +24,7 @@ from detent.onnx_model.qdq_writer import needs_clip
 from detent.onnx_model.targets import Container
 from detent.ops import quantize
 from detent.params import QuantParams
+from detent.tables import counted
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import call_with, on_cpu, to_array
 from detent.torch.export_record import WHERE, ExportRecord
@@ -208,9 +209,8 @@ class TorchSource:
         outputs = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
         names = self._artifact.graph.outputs
         if len(outputs) != len(names):
-            raise ShapeError(
-                f"the model returns {len(outputs)} tensors, expected {len(names)} as in the file: {', '.join(names)}"
-            )
+            given, expected = counted(len(outputs), "tensor"), f"{len(names)} as in the file: {', '.join(names)}"
+            raise ShapeError(f"the model returns {given}, expected {expected}")
         return outputs
 
     def _codes(self, calls: Mapping[str, list[tuple[Array, QuantParams]]]) -> dict[str, Array]:
@@ -219,7 +219,7 @@ class TorchSource:
         for name, nodes in self._nodes.items():
             results = calls.get(name, [])
             if name and len(results) != len(nodes):
-                counts = f"it ran {len(results)} times, but the file has {len(nodes)} nodes for it"
+                counts = f"{counted(len(results), 'run')} in the model, {counted(len(nodes), 'node')} in the file"
                 self.notes[f"quantizer {name} was not compared end to end: {counts}"] = None
                 continue
             for node, (codes, params) in zip(nodes, results, strict=False):

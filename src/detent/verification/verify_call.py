@@ -32,7 +32,7 @@ def verify(
     of every quantizer from the input that ONNX Runtime computed for it.
 
     Level 2 cuts the source into segments at its quantizers, runs each segment on the file's codes, and compares codes
-    and outputs. It also compares both models end to end; differences there do not fail the verification.
+    and outputs. It also compares source and file end to end; differences there do not fail the verification.
 
     Level 3 compares the integer kernels of ONNX Runtime on this machine with exact arithmetic. It also checks that
     layers kept in float do not run on integer kernels.
@@ -41,7 +41,7 @@ def verify(
         source: model prepared by ``qt.prepare``, or the float ONNX model that was quantized.
         artifact: quantized model, as a path or in memory.
         data: batches, or a file or directory of them as for ``qo.quantize``. A batch is a dict of arrays by input name,
-            a tuple in the order of the inputs, or a single array. Each batch is read once; reading is one batch ahead.
+            a tuple in the order of the inputs, or a single array. Each batch is read once; at most two are in memory.
             With None, level 1 compares no activations, and the other levels cannot run.
         levels: one or several of 1, 2 and 3. None runs all levels with data, and level 1 without data. Levels 1 and 2
             need recorded decisions: for files from other tools, which record no decisions, pass ``levels=3``.

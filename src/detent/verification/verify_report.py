@@ -181,7 +181,8 @@ class Replay:
         if self.differences:
             more = f" (and {len(self.differences) - 1} more)" if len(self.differences) > 1 else ""
             return f"{self.differences[0]}{more}{f'; {self.hint}' if self.hint else ''}"
-        return f"{self.nodes:,} nodes and {self.constants:,} constants match, bit for bit"
+        nodes, constants = counted(self.nodes, "node", ","), counted(self.constants, "constant", ",")
+        return f"{nodes} and {constants} match, bit for bit"
 
 
 @dataclass(frozen=True)
@@ -226,10 +227,12 @@ class Segments:
             return f"{counts}{self.compared_outputs:,} outputs differ, first: {self.first}"
         if self.is_same:
             return "source and file are the same model"
-        counts = f"{self.compared_codes:,} codes and {self.compared_outputs:,} outputs match"
+        codes, outputs = counted(self.compared_codes, "code", ","), counted(self.compared_outputs, "output", ",")
+        counts = f"{codes} and {outputs} match"
         if not self.bound:
             return f"{counts}, bit for bit"
-        return f"{counts}, except {self.codes_within_bound:,} codes next to a rounding boundary ({self.bound})"
+        within = counted(self.codes_within_bound, "code", ",")
+        return f"{counts}, except {within} next to a rounding boundary ({self.bound})"
 
 
 @dataclass(frozen=True)
@@ -286,7 +289,7 @@ class VerifyReport:
         if self.first_difference is not None:
             return str(self.first_difference)
         if self.differing_codes:
-            return f"{self.differing_codes:,} codes differ"
+            return f"{self.differing_codes:,} of {self.compared_codes:,} codes differ"
         if self.saturation is not None:
             return str(self.saturation)
         if self.kernel_difference is not None:
@@ -356,15 +359,14 @@ class VerifyReport:
         lines += [f"not compared: {each}" for each in self.not_compared[:MAX_NOTES_SHOWN]]
         lines += [f"note: {note}" for note in self.notes[:MAX_NOTES_SHOWN]]
         if len(self.notes) > MAX_NOTES_SHOWN:
-            lines.append(f"note: {len(self.notes) - MAX_NOTES_SHOWN} more notes in report.notes")
+            lines.append(f"note: {len(self.notes) - MAX_NOTES_SHOWN} more in report.notes")
         return "\n".join(lines)
 
     def _kernel_lines(self) -> list[str]:
         compared = [each for each in self.kernels if each.compared]
         codes, differing = sum(each.compared for each in compared), sum(each.differing for each in compared)
-        lines = [
-            f"level 3: {len(compared)} integer kernels, {differing:,} of {codes:,} codes differ from exact arithmetic"
-        ]
+        kernels = counted(len(compared), "integer kernel")
+        lines = [f"level 3: {kernels}, {differing:,} of {codes:,} codes differ from exact arithmetic"]
         lines += [f"         {each}" for each in (self.kernel_difference, self.saturation) if each is not None]
         wrong = [each for each in compared if each.differing]
         lines += [
