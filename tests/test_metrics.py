@@ -160,9 +160,42 @@ def test_powers_without_signal_or_noise(x, y, expected):
 
 
 def test_outputs_that_cannot_be_compared_are_left_out():
-    both = metrics.OutputComparison(["count", "y", "z"])
-    counts, y = np.array([1]), np.ones((2, 3), np.float32)
-    both.add([counts, y, y], [counts, y, y[:1]])
+    both = metrics.OutputComparison(["y", "z", "none", "texts", "list", "kind"])
+    y, none, texts = np.ones((2, 3), np.float32), np.ones((0, 4), np.float32), np.array(["a"], object)
+    both.add([y, y, none, texts, [y], y], [y, y[:1], none, texts, [y], y.astype(np.int64)])
     assert both.sqnr_db == {"y": math.inf}
+    assert both.agreement == 1.0
+    assert both.agreement_counts == (2, 2)
+    assert both.not_compared == {
+        "z": "shape (2, 3) in float, (1, 3) quantized",
+        "none": "no elements",
+        "texts": "type object",
+        "list": "not an array",
+        "kind": "type float32 in float, int64 quantized",
+    }
+    assert next(iter(both.notes)) == "output 'z' not compared: shape (2, 3) in float, (1, 3) quantized"
+
+
+def test_outputs_that_differ_in_shape_on_some_batches_are_compared_on_the_others():
+    both, boxes = metrics.OutputComparison(["boxes"], ("in a", "in b")), np.ones((2, 4), np.float32)
+    for changed in (boxes, boxes[:1], np.float32(0.9) * boxes):
+        both.add([boxes], [changed])
+    assert both.sqnr_db["boxes"] == pytest.approx(10 * math.log10(2 / 0.01), rel=1e-5)
+    assert both.not_compared == {"boxes": "shape (2, 4) in a, (1, 4) in b, on 1 of 3 batches"}
+    assert both.agreement is None, "rows are boxes, not samples"
+
+
+def test_integers_are_compared_by_the_share_of_equal_elements():
+    both = metrics.OutputComparison(["labels", "mask", "pairs"])
+    labels, mask, pairs = np.array([1, 2, 3, 4]), np.array([[True, False]]), np.array([[0, 1], [2, 3]], np.uint8)
+    both.add([labels, mask, pairs], [np.array([1, 2, 3, 5]), ~mask, pairs])
+    assert both.equal_shares == {"labels": 0.75, "mask": 0.0, "pairs": 1.0}
+    assert both.agreement == 0.75
+    assert both.sqnr_db == both.not_compared == {}
+
+
+def test_integers_that_are_not_one_label_per_sample_have_no_agreement():
+    both, mask = metrics.OutputComparison(["mask"]), np.zeros((2, 4, 4), np.int64)
+    both.add([mask], [mask])
     assert both.agreement is None
-    assert list(both.notes) == ["output 'z' has shape (1, 3), but (2, 3) in the source: not compared"]
+    assert both.equal_shares == {"mask": 1.0}

@@ -102,35 +102,105 @@ class SignalNoise:
 
 
 class OutputComparison:
-    """Comparison of two models' outputs: SQNR of each float output, and top-1 agreement of the first output."""
+    """Comparison of two models' outputs, output by output.
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = list(names)
+    A float output has an SQNR. An output of integers or booleans, such as labels or indices, has the share of equal
+    elements. The first output also has the agreement of predicted classes, if it has class scores or labels.
+
+    The shape of an output may depend on the data, as after NonMaxSuppression. An output is not compared on a batch if
+    its shapes differ or if it has no elements; ``not_compared`` lists such outputs.
+
+    >>> comparison = OutputComparison(["scores", "boxes"])
+    >>> scores, boxes = np.float32([[1, 2, 3]]), np.zeros((3, 4), np.float32)
+    >>> comparison.add([scores, boxes], [scores, boxes[:2]])
+    >>> comparison.sqnr_db, comparison.agreement, comparison.not_compared
+    ({'scores': inf}, 1.0, {'boxes': 'shape (3, 4) in float, (2, 4) quantized'})
+    """
+
+    def __init__(self, names: Sequence[str], where: tuple[str, str] = ("in float", "quantized")) -> None:
+        self._names, self._where = list(names), where
         self._powers: dict[str, SignalNoise] = {}
-        self._agreeing = self._samples = 0
-        self.notes: dict[str, None] = {}
+        self._equal: dict[str, tuple[int, int]] = {}  # equal elements, all elements
+        self._skipped: dict[str, list[str]] = {}  # reasons, one per batch
+        self._agreeing = self._samples = self._batches = 0
 
     def add(self, expected: Sequence[Array], got: Sequence[Array]) -> None:
-        """Add a batch; outputs that are not float arrays, or whose shapes differ, are not compared."""
+        """Add a batch; ``expected`` has the outputs of the first model and ``got`` those of the second."""
+        self._batches += 1
         for i, (name, x, y) in enumerate(zip(self._names, expected, got, strict=True)):
-            if not all(isinstance(each, np.ndarray) and each.dtype.kind == "f" for each in (x, y)):
-                continue  # for example a sequence of tensors
-            if x.shape != y.shape:
-                self.notes[f"output {name!r} has shape {y.shape}, but {x.shape} in the source: not compared"] = None
+            reason = self._problem(x, y)
+            if reason:
+                self._skipped.setdefault(name, []).append(reason)
                 continue
-            self._powers.setdefault(name, SignalNoise()).add(x.astype(np.float32), y.astype(np.float32))
-            if i == 0 and x.ndim == 2 and 2 <= x.shape[1] <= MAX_CLASSES:
-                self._samples += len(x)
-                self._agreeing += int(np.count_nonzero(np.argmax(x, axis=1) == np.argmax(y, axis=1)))
+            if x.dtype.kind == "f":
+                self._powers.setdefault(name, SignalNoise()).add(x.astype(np.float32), y.astype(np.float32))
+            else:
+                equal, total = self._equal.get(name, (0, 0))
+                self._equal[name] = equal + int(np.count_nonzero(x == y)), total + x.size
+            if i == 0:
+                self._add_classes(x, y)
+
+    def _problem(self, x: Array, y: Array) -> str:
+        """Explain why two outputs cannot be compared; "" if they can."""
+        if not isinstance(x, np.ndarray) or not isinstance(y, np.ndarray):
+            return "not an array"  # for example a sequence of tensors
+        if x.dtype.kind not in "fiub" or (x.dtype.kind == "f") != (y.dtype.kind == "f"):
+            return (
+                f"type {x.dtype}"
+                if x.dtype == y.dtype
+                else f"type {x.dtype} {self._where[0]}, {y.dtype} {self._where[1]}"
+            )
+        if x.shape != y.shape:
+            return f"shape {x.shape} {self._where[0]}, {y.shape} {self._where[1]}"
+        return "" if x.size else "no elements"
+
+    def _add_classes(self, x: Array, y: Array) -> None:
+        """Count equal classes in the first output: the largest score of each row, or one label per sample."""
+        if x.dtype.kind == "f" and x.ndim == 2 and 2 <= x.shape[1] <= MAX_CLASSES:
+            x, y = np.argmax(x, axis=1), np.argmax(y, axis=1)
+        elif x.dtype.kind == "f" or x.ndim == 0 or x.size != len(x):
+            return
+        self._samples += len(x)
+        self._agreeing += int(np.count_nonzero(x == y))
 
     @property
     def sqnr_db(self) -> dict[str, float]:
+        """The SQNR of each float output."""
         return {name: powers.sqnr_db for name, powers in self._powers.items()}
 
     @property
+    def equal_shares(self) -> dict[str, float]:
+        """The share of equal elements of each output of integers or booleans."""
+        return {name: equal / total for name, (equal, total) in self._equal.items()}
+
+    @property
     def agreement(self) -> float | None:
-        """The top-1 agreement as a share of samples; None if the first output has no class scores."""
-        return self._agreeing / self._samples if self._samples else None
+        """The share of samples with the same class; None if the first output has neither class scores nor labels.
+
+        It is also None if the number of rows depends on the data, because rows are not samples then.
+        """
+        if not self._samples or self._names[0] in self._skipped:
+            return None
+        return self._agreeing / self._samples
+
+    @property
+    def agreement_counts(self) -> tuple[int, int]:
+        """The number of samples with the same class, and the number of samples; (0, 0) without ``agreement``."""
+        return (0, 0) if self.agreement is None else (self._agreeing, self._samples)
+
+    @property
+    def not_compared(self) -> dict[str, str]:
+        """Each output that was not compared on some batches, with the first reason."""
+        texts = {}
+        for name, reasons in self._skipped.items():
+            part = "" if len(reasons) == self._batches else f", on {len(reasons)} of {self._batches} batches"
+            texts[name] = f"{reasons[0]}{part}"
+        return texts
+
+    @property
+    def notes(self) -> dict[str, None]:
+        """One message for each output in ``not_compared``."""
+        return {f"output {name!r} not compared: {text}": None for name, text in self.not_compared.items()}
 
 
 def worst_output(sqnr_db: Mapping[str, float]) -> str:

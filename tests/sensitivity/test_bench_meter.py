@@ -50,9 +50,14 @@ def test_there_must_be_an_output():
         OutputNoise([], [[]])
 
 
-def test_outputs_that_change_their_shape_are_rejected():
-    with pytest.raises(UnsupportedError, match="shape"):
-        OutputNoise(["y"], [arrays([1.0])]).noise([arrays([1.0, 2.0])])
+def test_outputs_that_change_their_shape_are_left_out_for_that_batch():
+    output_noise = OutputNoise(["y", "z"], [arrays([2.0], [1.0]), arrays([4.0], [1.0])])
+    changed = [arrays([2.0, 1.0], [1.0]), arrays([3.0], [1.0])]
+    assert output_noise.noise(changed) == pytest.approx(1 / 16 / 2)
+
+
+def test_noise_is_as_large_as_the_signal_if_every_shape_changes():
+    assert OutputNoise(["y"], [arrays([0.1]), arrays([0.3])]).noise([arrays([0.1, 2.0]), arrays([])]) == 1.0
 
 
 class Terminal(io.StringIO):

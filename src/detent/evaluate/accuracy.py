@@ -6,12 +6,14 @@ False.
 
 SQNR = 10 log10(sum x^2 / sum (x - y)^2) in dB, over all batches. x is an output of the float model, and y is the same
 output of the quantized model. Only outputs of a float type have an SQNR. Top-1 agreement is the share of samples for
-which both models predict the same class. For this, the first output must have one row of class scores per sample.
+which both models predict the same class. For this, the first output must have one row of class scores, or one label,
+per sample. Other outputs of integers have the share of equal elements. If the shapes of an output differ, the output is
+not compared on that batch, and ``Accuracy.not_compared`` says so.
 Labels are not used: both metrics compare with the float model.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from detent.errors import SpecError
 from detent.metrics import OutputComparison, worst_output
@@ -83,8 +85,10 @@ class Accuracy:
 
     Attributes:
         outputs_sqnr_db: SQNR by output name, over all batches, for outputs of a float type.
-        agreement: top-1 agreement, from 0 to 1; None if the first output does not have class scores.
+        agreement: top-1 agreement, from 0 to 1; None if the first output has neither class scores nor labels.
         batches: number of batches that were compared.
+        outputs_equal: share of equal elements by output name, for outputs of integers or booleans.
+        not_compared: why an output was not compared on some batches, by output name.
 
     >>> accuracy = Accuracy({"y": 41.0, "z": 30.5}, 1.0, 3)
     >>> accuracy.worst_output, accuracy.sqnr_db
@@ -94,6 +98,8 @@ class Accuracy:
     outputs_sqnr_db: Mapping[str, float]
     agreement: float | None
     batches: int
+    outputs_equal: Mapping[str, float] = field(default_factory=dict)
+    not_compared: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def worst_output(self) -> str:
@@ -130,7 +136,8 @@ def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSour
             outputs = [session.run(names, feed) if names else [] for session in sessions]
         comparison.add(*outputs)
         count += 1
-    return Accuracy(comparison.sqnr_db, comparison.agreement, count)
+    shares, skipped = comparison.equal_shares, comparison.not_compared
+    return Accuracy(comparison.sqnr_db, comparison.agreement, count, shares, skipped)
 
 
 def check_supports_agreement(source: ModelSource, feed: Feed) -> None:
@@ -139,7 +146,7 @@ def check_supports_agreement(source: ModelSource, feed: Feed) -> None:
     Called before quantization, so that an impossible limit fails early.
 
     Raises:
-        SpecError: the first output is not one row of class scores per sample.
+        SpecError: the first output has neither one row of class scores nor one label per sample.
     """
     model = load_model(source)
     names = array_outputs(model.proto)[:1]
@@ -150,5 +157,5 @@ def check_supports_agreement(source: ModelSource, feed: Feed) -> None:
     if comparison.agreement is None:
         problem = f"the first output has shape {outputs[0].shape}" if outputs else "no output is an array"
         raise SpecError(
-            f"{problem}, but top-1 agreement needs one row of class scores per sample: set a limit for the SQNR instead"
+            f"{problem}, but top-1 agreement needs class scores or a label per sample: set a limit for the SQNR instead"
         )

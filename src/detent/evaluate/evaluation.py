@@ -140,7 +140,10 @@ class Evaluation:
             )
         if self.accuracy.agreement is not None:
             facts.append(("top-1 agreement", f"{100 * self.accuracy.agreement:.2f} %{where}"))
-        return facts
+        equal = list(self.accuracy.outputs_equal.items())[:MAX_OUTPUTS_SHOWN]
+        facts += [(f"equal in {name}", f"{100 * share:.2f} % of the elements") for name, share in equal]
+        skipped = list(self.accuracy.not_compared.items())[:MAX_OUTPUTS_SHOWN]
+        return [*facts, *((f"output {name}", f"not compared: {reason}") for name, reason in skipped)]
 
     def _kernel_facts(self) -> list[tuple[str, str]]:
         layers = self.result.layers
@@ -192,6 +195,8 @@ class Evaluation:
             "sqnr_db_output": None if accuracy is None else accuracy.worst_output or None,
             "sqnr_db_by_output": None if accuracy is None else dict(accuracy.outputs_sqnr_db),
             "agreement": None if accuracy is None else accuracy.agreement,
+            "equal_share_by_output": None if accuracy is None else dict(accuracy.outputs_equal),
+            "outputs_not_compared": None if accuracy is None else dict(accuracy.not_compared),
             "ms_float": None if timing is None else timing.first_ms,
             "ms_quantized": None if timing is None else timing.second_ms,
             "compared_codes": None if codes is None else codes.compared_codes,

@@ -11,6 +11,7 @@ With less noise, the noise of a group of layers is about the sum of the layers' 
 first, and only noisy groups are split further.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from detent.params import QuantParams
 from detent.spec import QuantSpec
 
 __all__ = ["NoiseByLayer", "choose_float"]
+
+_log = logging.getLogger(__name__)
 
 MIN_NOISE_SHARE = 0.25  # share of the total noise; with less, float weights cost too many bytes for their gain
 MAX_WEIGHT_SHARE = 0.1  # share of the model's weight bytes; larger layers would undo the compression
@@ -78,11 +81,27 @@ class NoiseByLayer:
         self._outputs = [each for each in array_outputs(plan.model) if plan.graph.kind(each) in {0, TensorProto.FLOAT}]
         self._references = [self._run(feed, frozenset()) for feed in samples]
         self._all = frozenset((*self.layers, *params))
+        self._compared: list[list[int]] = []  # positions of outputs, by sample
+        for i, feed in enumerate(samples):
+            outputs = self._run(feed, self._all)
+            self._compared.append(self._comparable(i, outputs))
+            self._ratios[self._all, i] = list(self._ratios_to(i, outputs))
+        if self._outputs and not self.count:
+            _log.info("noise at the outputs not measured: the shapes of all outputs depend on the data")
 
     @property
     def count(self) -> int:
-        """Number of compared outputs times number of samples."""
-        return len(self._outputs) * len(self._samples)
+        """Number of compared outputs, summed over the samples."""
+        return sum(map(len, self._compared))
+
+    def _comparable(self, sample: int, quantized: Sequence[Array]) -> list[int]:
+        """Return the positions of outputs that have elements, and the same shape with all layers quantized."""
+        pairs = zip(self._references[sample], quantized, strict=True)
+        same = [old.shape == new.shape and old.size > 0 and old.dtype == np.float32 for old, new in pairs]
+        for name, is_same in zip(self._outputs, same, strict=True):
+            if not is_same:
+                _log.info("sample %d: noise at output %r not measured: its shape depends on the data", sample, name)
+        return [i for i, is_same in enumerate(same) if is_same]
 
     def set_weights(self, plan: GraphPlan) -> None:
         """Use the weight specs of ``plan``, which must otherwise equal the plan that was passed on creation."""
@@ -92,6 +111,8 @@ class NoiseByLayer:
 
     def noise_with(self, lines: Mapping[str, LayerPlan]) -> float:
         """Measure the noise with all layers quantized; ``lines`` replaces the weight specs of some layers."""
+        if not lines:
+            return self.noise_without()
         weights = {name: self._rounded_weight(name, lines.get(name, line)) for name, line in self._weights.items()}
         flags = [_flag(tensor) for tensor in self._owners]
         return sum(
@@ -146,10 +167,14 @@ class NoiseByLayer:
         return self._ratios_to(sample, self._run(self._samples[sample], parts))
 
     def _ratios_to(self, sample: int, outputs: Sequence[Array]) -> Iterator[float]:
-        """Yield the noise of each float output of a sample, relative to its power."""
-        for old, new in zip(self._references[sample], outputs, strict=True):
-            if old.dtype == np.float32:
-                yield noise(old, new) / max(noise(old, np.zeros_like(old)), 1e-30)
+        """Yield the noise of each compared output of a sample, relative to its power.
+
+        The shape may still differ if only some layers are quantized. Then the noise counts as large as the signal.
+        """
+        for i in self._compared[sample]:
+            old, new = self._references[sample][i], outputs[i]
+            same = old.shape == new.shape
+            yield noise(old, new) / max(noise(old, np.zeros_like(old)), 1e-30) if same else 1.0
 
     def _run(self, feed: Feed, parts: frozenset[str]) -> list[Array]:
         weights = {name: self._rounded_weight(name, line) for name, line in self._weights.items() if name in parts}

@@ -18,7 +18,7 @@ from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.observers import best_params
 from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.placement import place_quantizers
-from detent.onnx_model.graph import MATMULS, Graph
+from detent.onnx_model.graph import MATMULS, Graph, describe, node_name
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.targets import Target, get_target
 from detent.params import QuantParams
@@ -164,9 +164,8 @@ class GraphPlan(PlanTotals[LayerPlan]):
     def without(self, names: Iterable[str], reason: str) -> "GraphPlan":
         """Return this plan with some layers kept in float for ``reason``."""
         removed = set(names)
-        return replace(
-            self, layers=tuple(each.kept_in_float(reason) if each.name in removed else each for each in self.layers)
-        )
+        layers = [each.kept_in_float(reason) if each.name in removed else each for each in self.layers]
+        return replace(self, layers=_without_shared(self.graph, self.layers_by_name, layers))
 
     def widened(self, names: Iterable[str]) -> "GraphPlan":
         """Return this plan with 8 instead of 7 bits for the weights of some layers."""
@@ -258,7 +257,32 @@ def plan(
         decision = recipe.resolve(each.name, each.types, first=each.first, last=each.last)
         line = _plan_layer(graph, layer, decision, target, skipped=layer.name in skipped)
         lines.append(line if prefer == "accuracy" else _with_fast_weight(line, layer, target))
-    return GraphPlan(recipe, target, tuple(lines), model)
+    by_name = {layer.name: layer for layer in layers}
+    return GraphPlan(recipe, target, _without_shared(graph, by_name, lines), model)
+
+
+def _without_shared(graph: Graph, layers: Mapping[str, Layer], lines: Iterable[LayerPlan]) -> tuple[LayerPlan, ...]:
+    """Keep a layer in float if its weight stays in the file for another reader, because codes would be added to it."""
+    lines = tuple(lines)
+    quantized = {line.name: layers[line.name].weight for line in lines if line.is_quantized}
+    reasons = {weight: _float_reader(graph, weight, quantized) for weight in dict.fromkeys(quantized.values())}
+    texts = {
+        name: f"{reasons[weight]} also needs its weight in float, so codes would make the file larger"
+        for name, weight in quantized.items()
+        if reasons[weight]
+    }
+    return tuple(line.kept_in_float(texts[line.name]) if line.name in texts else line for line in lines)
+
+
+def _float_reader(graph: Graph, weight: str, quantized: Mapping[str, str]) -> str:
+    """Name the first reader of a weight that needs it in float; "" if all readers take codes."""
+    if weight in graph.outputs:
+        return "a model output"
+    for node in graph.consumers(weight):
+        reads_codes = quantized.get(node_name(node)) == weight and list(node.input).count(weight) == 1
+        if not reads_codes:
+            return describe(node)
+    return ""
 
 
 def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, *, skipped: bool) -> LayerPlan:

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -133,6 +133,7 @@ class QuantizeReport:
         steps: the changes that the accuracy passes made, as text.
         hints: advice for running the file.
         decisions: all decisions; ``qo.rewrite`` makes the same quantized model from them.
+        not_compared: why an output was not compared on some batches, by output name.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
@@ -155,6 +156,7 @@ class QuantizeReport:
     steps: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     decisions: Decisions | None = None
+    not_compared: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values; numbers may be infinite."""
@@ -167,6 +169,7 @@ class QuantizeReport:
                 {**asdict(layer), "runs_on_integer_kernel": layer.runs_on_integer_kernel} for layer in self.layers
             ],
             "outputs_sqnr_db": dict(self.outputs_sqnr_db),
+            "outputs_not_compared": dict(self.not_compared),
             "steps": list(self.steps),
             "hints": list(self.hints),
             **{name: getattr(self, name) for name in names},
@@ -189,7 +192,8 @@ class QuantizeReport:
 
     def _notes(self) -> list[str]:
         """Return the lines below the table."""
-        return [*self.steps, self._summary(), *self.hints]
+        skipped = (f"output {name!r} not compared: {reason}" for name, reason in self.not_compared.items())
+        return [*self.steps, self._summary(), *skipped, *self.hints]
 
     def _summary(self) -> str:
         quantized = sum(not layer.reason for layer in self.layers)
@@ -351,9 +355,9 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         quantized = rewrite(original, decided.decisions)
     samples = decided.samples[:EVALUATION_BATCHES] if compare else ()
     with running("comparing outputs"):
-        errors = output_sqnr(original, quantized, samples) if samples else {}
+        comparison = _compare_outputs(original, quantized, samples)
     with running("writing"):
-        return _finish(path, decided, original.nbytes, quantized, errors, start)
+        return _finish(path, decided, original.nbytes, quantized, comparison, start)
 
 
 def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path:
@@ -408,7 +412,7 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     >>> import numpy as np, detent.onnx as qo
     >>> from onnx import parser
     >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {127.0}> { [fc] y = MatMul(x, w) }''')
+    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {64.0}> { [fc] y = MatMul(x, w) }''')
     >>> decisions = qo.decide(model, [np.float32([[51.0]])])
     >>> decisions.layers[0].weight_scale, decisions.ranges["x"].observed_range
     (array([1.], dtype=float32), (51.0, 51.0))
@@ -616,13 +620,21 @@ def _needs_low_bits(recipe: Recipe) -> bool:
 
 def output_sqnr(before: ModelSource, after: ModelProto, feeds: Iterable[Feed]) -> dict[str, float]:
     """Measure the SQNR of every float output in dB over some batches."""
+    return _compare_outputs(before, after, list(feeds)).sqnr_db
+
+
+def _compare_outputs(before: ModelSource, after: ModelProto, feeds: Sequence[Feed]) -> OutputComparison:
+    """Compare the outputs of two models over some batches."""
     names = array_outputs(after)
-    sessions, comparison = (make_session(before), make_session(after)), OutputComparison(names)
-    for feed in feeds if names else ():
+    comparison = OutputComparison(names)
+    if not names or not feeds:
+        return comparison
+    sessions = make_session(before), make_session(after)
+    for feed in feeds:
         with ort_errors():
             outputs = [session.run(names, feed) for session in sessions]
         comparison.add(*outputs)
-    return dict(comparison.sqnr_db)
+    return comparison
 
 
 def _finish(
@@ -630,7 +642,7 @@ def _finish(
     decided: _Decided,
     size: int,
     quantized: ModelProto,
-    errors: Mapping[str, float],
+    comparison: OutputComparison,
     start: float,
 ) -> QuantizeReport:
     runtime_graph = optimized(quantized)  # raises before a file is written if ONNX Runtime cannot load the model
@@ -652,6 +664,7 @@ def _finish(
         )
         for each in decided.plan.layers
     )
+    errors = comparison.sqnr_db
     hints = (WEIGHT_ONLY_HINT,) if any(layer.kernel == "MatMulNBits" for layer in layers) else ()
     return QuantizeReport(
         path,
@@ -665,4 +678,5 @@ def _finish(
         decided.steps,
         hints,
         decided.decisions,
+        comparison.not_compared,
     )

@@ -109,9 +109,11 @@ def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Rep
     )
     if accuracy is None:
         return report
+    skipped = (f"output {name!r} not compared: {reason}" for name, reason in accuracy.not_compared.items())
     return replace(
         report,
         output_sqnr_db=dict(accuracy.outputs_sqnr_db),
         output_sqnr_against=f"the float model, on {split}",
         agreement=accuracy.agreement,
+        notes=tuple(dict.fromkeys((*skipped, *report.notes))),
     )

@@ -51,6 +51,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 Progress = Callable[[int, int], object] | bool | None
 MIN_BITS, MAX_BITS = 1, 16
+MIN_POWER_SHARE = 1e-12  # share of an output's power; with less, no batch of this output was compared
 
 
 def as_widths(widths: Iterable[int | str]) -> dict[str, QuantSpec]:
@@ -154,19 +155,25 @@ class OutputNoise:
         return len(self._reference)
 
     def noise(self, outputs: Iterable[Sequence[Array]]) -> float:
-        """Return noise power / signal power, as the mean over all outputs that are not all zero."""
-        noise = np.zeros(len(self._names))
+        """Return noise power / signal power, as the mean over all outputs that are not all zero.
+
+        An output is left out for a batch if its shape differs, as it may after NonMaxSuppression. If the shapes of all
+        outputs differ in all batches, the noise counts as large as the signal.
+        """
+        noise, powers = np.zeros(len(self._names)), self._powers.copy()
         for old, new in zip(self._reference, outputs, strict=True):
             for at, (before, after) in enumerate(zip(old, new, strict=True)):
                 if before.shape != after.shape:
-                    raise UnsupportedError(
-                        f"output {self._names[at]!r} has shape {after.shape} with a quantized layer, but shape "
-                        f"{before.shape} in float: sensitivity needs outputs of fixed shapes"
-                    )
+                    name, shapes = self._names[at], (before.shape, after.shape)
+                    _log.debug("output %r left out for a batch: shape %s in float, %s quantized", name, *shapes)
+                    powers[at] -= _power(before)
+                    continue
                 with np.errstate(over="ignore", invalid="ignore"):  # outputs may overflow at few bits
                     noise[at] += _power(np.subtract(after, before, dtype=np.float64))
-        has_signal = self._powers > 0
-        mean = float(np.mean(noise[has_signal] / self._powers[has_signal]))
+        has_signal = powers > MIN_POWER_SHARE * self._powers  # a difference of sums may not be exactly zero
+        if not has_signal.any():
+            return 1.0
+        mean = float(np.mean(noise[has_signal] / powers[has_signal]))
         return min(mean, OVERFLOW_NOISE) if np.isfinite(mean) else OVERFLOW_NOISE
 
 

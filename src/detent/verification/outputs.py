@@ -52,10 +52,15 @@ class OutputCheck:
     """Comparison of a file in one runtime with its source; ``causes`` are reasons why codes may differ."""
 
     def __init__(self, names: Sequence[str], causes: Sequence[str] = (ORDER,)) -> None:
-        self._outputs, self._causes = OutputComparison(names), tuple(causes)
+        self._outputs, self._causes = OutputComparison(names, ("in the source", "in the file")), tuple(causes)
         self._codes = [0, 0, 0]  # number compared, number that differ, largest difference
         self._first: str | None = None  # node
-        self.notes = self._outputs.notes
+        self._code_notes: dict[str, None] = {}
+
+    @property
+    def notes(self) -> dict[str, None]:
+        """Messages about outputs and codes that were not compared."""
+        return {**self._outputs.notes, **self._code_notes}
 
     def add_outputs(self, expected: Sequence[Array], got: Sequence[Array]) -> None:
         """Add the outputs of the source (``expected``) and of the file (``got``) for a batch."""
@@ -64,7 +69,9 @@ class OutputCheck:
     def add_codes(self, node: str, expected: Array, got: Array) -> None:
         """Add the codes of a node in the source (``expected``) and in the file (``got``) for a batch."""
         if expected.shape != got.shape:
-            self.notes[f"codes of {node} not compared: their shape is {got.shape}, expected {expected.shape}"] = None
+            self._code_notes[f"codes of {node} not compared: their shape is {got.shape}, expected {expected.shape}"] = (
+                None
+            )
             return
         if got.dtype.kind == "f" or expected.dtype.kind not in "iu":
             expected, got = expected.astype(np.float32), got.astype(np.float32)

@@ -115,7 +115,7 @@ class EndToEnd:
         parts.append(", ".join(f"SQNR of {name} {value:.1f} dB" for name, value in self.output_sqnr_db.items()))
         if self.agreement is not None:
             parts.append(f"top-1 agreement {self.agreement:.2%}".replace("%", " %"))
-        return "; ".join(part for part in parts if part)
+        return "; ".join(part for part in parts if part) or "no float output was compared"
 
     def _codes(self) -> str:
         if not self.differing_codes:
