@@ -33,15 +33,15 @@ QUICK := src/detent/*.py src/detent/kernels src/detent/observers src/detent/onnx
          tests/property tests/untrusted tests/meta/test_imports.py tests/meta/test_style.py
 
 quick: lint ## lint, then the fast tests; takes under two minutes
-	$(PYTEST) -n $(JOBS) -m "not slow" $(QUICK)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow" $(QUICK)
 
 test: lint ## lint, then all tests that are not slow: doctests, tests, docs snippets, examples
-	$(PYTEST) -n $(JOBS) -m "not slow"
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow"
 
 # The second run is for machines without a compiler. It leaves out tests/kernels/native, which needs native kernels.
 test-all: lint ## lint, then all tests, with more generated examples; then, on the reference kernels, those that are not slow
-	DETENT_HYPOTHESIS_PROFILE=thorough $(PYTEST) -n $(JOBS)
-	DETENT_KERNELS=reference $(PYTEST) -n $(JOBS) -m "not slow" --ignore=tests/kernels/native
+	DETENT_HYPOTHESIS_PROFILE=thorough $(PYTEST) -n $(JOBS) --dist worksteal
+	DETENT_KERNELS=reference $(PYTEST) -n $(JOBS) --dist worksteal -m "not slow" --ignore=tests/kernels/native
 
 lint: $(STAMP) ## check style (ruff), types (mypy --strict) and which module imports which (import-linter)
 	$(RUN) -m ruff check .
@@ -95,7 +95,7 @@ peers: bench-tools # old name of bench-tools, kept for a while
 
 # The variable hides a notice of the theme's authors about the successor of mkdocs, which --strict would make an error.
 docs: $(STAMP) ## run every snippet and example, check the site, and build it into site/; warnings are errors
-	$(PYTEST) -n $(JOBS) tests/meta/test_docs_snippets.py tests/meta/test_examples.py tests/meta/test_site.py
+	$(PYTEST) -n $(JOBS) --dist worksteal tests/meta/test_docs_snippets.py tests/meta/test_examples.py tests/meta/test_site.py
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # wheel.cmake=true makes the build fail if the compiler fails; otherwise the wheel would have no native kernels.

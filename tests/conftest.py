@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Before torch is imported: idle OpenMP threads sleep instead of spinning. Workers of pytest-xdist share the cores, and
+# spinning threads of one worker would take the time of the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 SHARED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 settings.register_profile("quick", max_examples=50, derandomize=True, **SHARED)

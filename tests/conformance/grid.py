@@ -29,6 +29,7 @@ __all__ = [
     "ROUNDINGS",
     "SEED",
     "STEP",
+    "STORAGE",
     "Cell",
     "Sets",
     "assert_same",
@@ -37,6 +38,7 @@ __all__ = [
 
 BITS = (2, 3, 4, 8, 16)
 FORMATS = {f"{prefix}int{bits}": (bits, prefix == "") for prefix in ("", "u") for bits in BITS}
+STORAGE = {name: f"{'' if signed else 'u'}int{16 if bits > 8 else 8}" for name, (bits, signed) in FORMATS.items()}
 ROUNDINGS = ("half_even", "half_away", "floor", "stochastic")
 SEED, STEP = 0x9E37_79B9_7F4A_7C15, 3_000_000_007
 """The seed uses both key words and the step its top bit."""

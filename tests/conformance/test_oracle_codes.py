@@ -1,12 +1,14 @@
-"""Codes of `quantize` compared with the exact oracle, for every combination in docs/numerics.md.
+"""Codes of `quantize`, and values, compared with the exact oracle, for every combination in docs/numerics.md.
 
 Checked here, on inputs next to ties and on special values (infinities, zeros of both signs, subnormals, the
 largest floats): every convention x rounding x granularity x signedness x {2, 3, 4, 8, 16} bits, symmetric
-and affine, gives the oracle's codes; so do float16, bfloat16 and float64 inputs; and stochastic rounding
-compares its random word with the exact fraction.
+and affine, gives the oracle's codes, and `fake_quantize` and `dequantize` give its floats bit for bit; so do
+float16, bfloat16 and float64 inputs; and stochastic rounding compares its random word with the exact fraction.
 """
 
 from __future__ import annotations
+
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import pytest
 import detent as dt
 
 from . import exact, oracle
-from .grid import FORMATS, GRANULARITIES, ROUNDINGS, Cell, Sets, assert_same, cells
+from .grid import FORMATS, GRANULARITIES, ROUNDINGS, STORAGE, Cell, Sets, assert_same, cells
 from .philox import word
 from .ties import around_ties, neighbors
 
@@ -24,13 +26,17 @@ def _check(cell: Cell) -> None:
     assert_same(codes, cell.codes, cell)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("convention", oracle.ROWS)
-def test_codes(convention: str, rounding: str, granularity: str, fmt: str) -> None:
-    for cell in cells(convention, rounding, granularity, fmt):
-        _check(cell)
+def test_codes_and_values(convention: str, rounding: str, granularity: str) -> None:
+    """All formats in one test: codes, fake-quantized and dequantized values of a cell share the oracle's results."""
+    for fmt in FORMATS:
+        for cell in cells(convention, rounding, granularity, fmt):
+            _check(cell)
+            assert_same(dt.fake_quantize(cell.x, cell.params, step=cell.step), cell.values, cell)
+            if rounding == "half_even":
+                assert_same(dt.dequantize(cell.codes.astype(STORAGE[fmt]), cell.params), cell.values, cell)
 
 
 @pytest.mark.slow
@@ -43,14 +49,15 @@ def test_codes_on_many_more_points(convention: str, rounding: str, fmt: str) -> 
             _check(cell)
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "axis-1", "group_ragged"])
-@pytest.mark.parametrize("fmt", ["int4", "uint8", "int16"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("convention", oracle.ROWS)
-def test_codes_of_other_dtypes(convention: str, rounding: str, dtype: str, fmt: str, granularity: str) -> None:
-    for cell in cells(convention, rounding, granularity, fmt, dtype=dtype):
-        _check(cell)
+def test_codes_and_values_of_other_dtypes(convention: str, rounding: str, dtype: str) -> None:
+    for granularity, fmt in product(["tensor", "axis-1", "group_ragged"], ["int4", "uint8", "int16"]):
+        for cell in cells(convention, rounding, granularity, fmt, dtype=dtype):
+            _check(cell)
+            if rounding == oracle.ROWS[convention].rounding:
+                assert_same(dt.fake_quantize(cell.x, cell.params, step=cell.step), cell.values, cell)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -9,6 +9,7 @@ each operation once; the raw `quantize` and `dequantize` gradients are g / s and
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import pytest
@@ -33,12 +34,11 @@ def _masked(cell: Cell, g: np.ndarray, passes: np.ndarray) -> np.ndarray:
     return np.where(passes, g, np.zeros_like(g))
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize(("on", "bounds"), MASKS)
 @pytest.mark.parametrize("convention", oracle.ROWS)
-def test_clipped(convention: str, on: str, bounds: str, rounding: str, granularity: str) -> None:
-    for fmt in ("int3", "uint8"):
+def test_clipped(convention: str, on: str, bounds: str, rounding: str) -> None:
+    for granularity, fmt in product(GRANULARITIES, ("int3", "uint8")):
         for cell in cells(convention, rounding, granularity, fmt):
             g = _gradient(cell)
             ste = dt.ste.Clipped(on=on, bounds=bounds)

@@ -1,7 +1,7 @@
 """Values of `dequantize` and `fake_quantize` compared with the exact oracle, bit for bit.
 
-Checked here, on the cells of the code tests: dequantized codes and fake-quantized inputs are the oracle's
-floats bit for bit, in every dtype; zero is never negative, not even where a narrow output type underflows.
+`test_oracle_codes.py` compares the values of every cell. Checked here: dequantized codes in other dtypes, and all
+codes of a format; zero is never negative, not even where a narrow output type underflows.
 """
 
 from __future__ import annotations
@@ -13,37 +13,7 @@ import detent as dt
 
 from . import oracle
 from .exact import FLOAT32
-from .grid import FORMATS, GRANULARITIES, ROUNDINGS, assert_same, cells
-
-STORAGE = {name: f"{'' if signed else 'u'}int{16 if bits > 8 else 8}" for name, (bits, signed) in FORMATS.items()}
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("convention", oracle.ROWS)
-def test_fake_quantize(convention: str, rounding: str, granularity: str, fmt: str) -> None:
-    for cell in cells(convention, rounding, granularity, fmt):
-        got = dt.fake_quantize(cell.x, cell.params, step=cell.step)
-        assert_same(got, cell.values, cell)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("convention", oracle.ROWS)
-def test_dequantize(convention: str, granularity: str, fmt: str) -> None:
-    for cell in cells(convention, "half_even", granularity, fmt):
-        got = dt.dequantize(cell.codes.astype(STORAGE[fmt]), cell.params)
-        assert_same(got, cell.values, cell)
-
-
-@pytest.mark.parametrize("granularity", ["tensor", "axis-1", "group_ragged"])
-@pytest.mark.parametrize("fmt", ["int4", "uint8", "int16"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-@pytest.mark.parametrize("convention", oracle.ROWS)
-def test_fake_quantize_of_other_dtypes(convention: str, dtype: str, fmt: str, granularity: str) -> None:
-    for cell in cells(convention, oracle.ROWS[convention].rounding, granularity, fmt, dtype=dtype):
-        assert_same(dt.fake_quantize(cell.x, cell.params, step=cell.step), cell.values, cell)
+from .grid import FORMATS, STORAGE, assert_same, cells
 
 
 @pytest.mark.parametrize("fmt", ["int4", "uint8", "int16"])

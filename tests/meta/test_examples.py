@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
+SLOW = {"qat_accumulate.py", "qat_compile.py", "qat_minilm.py"}  # much as qat_cnn.py and qat_transformer.py, and longer
 TIMEOUT = 300 if os.environ.get("DETENT_KERNELS") != "reference" else 600  # seconds; the reference kernels are slow
 
 
@@ -24,7 +25,11 @@ def test_quickstart_is_there():
     assert "quickstart.py" in [script.name for script in EXAMPLES]
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.name)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(each, marks=pytest.mark.slow) if each.name in SLOW else each for each in EXAMPLES],
+    ids=lambda script: script.name,
+)
 def test_example_runs(script, tmp_path):
     run(script, tmp_path)
 

@@ -65,7 +65,9 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert not different
 
 
-@pytest.mark.parametrize("mode", ["ema", "learned", pytest.param("per_batch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", [each if each == "learned" else pytest.param(each, marks=pytest.mark.slow) for each in MODES]
+)
 def test_a_new_process_resumes_with_the_same_bits(mode: str, tmp_path: Path) -> None:
     model = make(mode)
     optimizer = optimizer_of(model)

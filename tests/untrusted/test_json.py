@@ -78,13 +78,13 @@ ENCODED = codec.encode(GOOD)
 
 def attempt(read, text, error):
     """Read the text; check that an error has that type and a short message, and that reading is fast."""
-    start, message = time.monotonic(), ""
+    start, message = time.process_time(), ""  # not the clock: other programs may use the CPU
     try:
         read(text)
     except error as fault:
         message = str(fault)
     assert len(message) <= MAX_MESSAGE
-    assert time.monotonic() - start < MAX_SECONDS
+    assert time.process_time() - start < MAX_SECONDS
 
 
 def read_document(text):
@@ -116,7 +116,12 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("kind", VALUES)
+def slow_but(*kept, among):
+    """Parameters for pytest; the kept ones, which contain the others' fields, always run."""
+    return [kind if kind in kept else pytest.param(kind, marks=pytest.mark.slow) for kind in among]
+
+
+@pytest.mark.parametrize("kind", slow_but("QuantParams", "Recipe", "ScaleMode", among=VALUES))
 def test_bad_values_at_every_place_of_the_core(kind):
     value, read = VALUES[kind]
     text = value.to_json()
@@ -135,7 +140,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("kind", slow_but("MSE", among=FILES))
 def test_bad_values_at_every_place_of_a_file(kind):
     """Replace values in the header and in the JSON of the metadata."""
     data, read = FILES[kind]
