@@ -143,7 +143,7 @@ def test_stochastic_rounding_is_searched_as_half_even():
 def test_values_that_are_not_finite_are_refused(bad):
     x = rows(3)
     x[1, 4] = bad
-    with pytest.raises(dt.errors.RangeError, match=r"1 non-finite values in 96 elements, the first at index \(1, 4\)"):
+    with pytest.raises(dt.errors.RangeError, match=r"not finite in 1 of 96 elements, the first at index \(1, 4\)"):
         best_params(x, "int4/axis0")
 
 

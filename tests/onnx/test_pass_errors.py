@@ -21,7 +21,7 @@ PASSES = {
     "corrected_biases": "bias correction",
     "layer_decisions": "choosing weight scales",
     "rewrite": "rewriting",
-    "output_sqnr": "comparing outputs",
+    "_compare_outputs": "comparing outputs",
     "save": "writing",
 }
 

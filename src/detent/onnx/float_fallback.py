@@ -13,6 +13,7 @@ first, and only noisy groups are split further.
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -109,16 +110,32 @@ class NoiseByLayer:
         self._rounded: dict[tuple[str, QuantSpec | None], Array] = {}
         self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
 
-    def noise_with(self, lines: Mapping[str, LayerPlan]) -> float:
-        """Measure the noise with all layers quantized; ``lines`` replaces the weight specs of some layers."""
-        if not lines:
+    def set_params(self, params: Mapping[str, QuantParams]) -> None:
+        """Replace the parameters of some tensors in all further measurements."""
+        for tensor, each in params.items():
+            self._model.set_params(_flag(tensor), each)
+        self._ratios.clear()
+
+    def can_replace(self, tensor: str) -> bool:
+        """Whether ``noise_with`` can replace the parameters of a tensor."""
+        return tensor in self._owners and self._model.can_replace(_flag(tensor))
+
+    def noise_with(
+        self, lines: Mapping[str, LayerPlan], params: Mapping[str, QuantParams] = MappingProxyType({})
+    ) -> float:
+        """Measure the noise with all layers quantized.
+
+        ``lines`` replaces the weight specs of some layers, ``params`` the parameters of some tensors.
+        """
+        if not lines and not params:
             return self.noise_without()
         weights = {name: self._rounded_weight(name, lines.get(name, line)) for name, line in self._weights.items()}
         flags = [_flag(tensor) for tensor in self._owners]
+        replaced = {_flag(tensor): each for tensor, each in params.items()}
         return sum(
             ratio
             for i, feed in enumerate(self._samples)
-            for ratio in self._ratios_to(i, self._model.run(self._outputs, feed, weights, flags))
+            for ratio in self._ratios_to(i, self._model.run(self._outputs, feed, weights, flags, replaced))
         )
 
     def noise(self, layers: Iterable[str], samples: int | None = None) -> float:

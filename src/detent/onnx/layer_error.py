@@ -10,6 +10,7 @@ which each layer can be quantized or kept in float. Float fallback and ``detent.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of
 from detent.onnx_model.layers import Layer
-from detent.onnx_model.qdq_writer import QdqParams, QdqWriter
+from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, needs_clip
 from detent.onnx_model.sessions import make_session, ort_errors, record
 from detent.onnx_model.targets import Target
 from detent.params import QuantParams
@@ -151,6 +152,7 @@ class SwitchableModel:
 
     Weights are inputs of the session, so each run can replace them. ``weights`` maps a label for each weight to the
     layers that share the weight. Each Q/DQ pair of an activation has a switch, and saturates as in a quantized file.
+    Scales and zero points of activations are inputs too, except if the pair has a Clip, whose bounds depend on them.
     """
 
     def __init__(
@@ -173,22 +175,54 @@ class SwitchableModel:
                 graph.set_input(nodes[name], place, _weight_input(label))
             kind, shape = TensorProto.FLOAT, self.weights[label].shape
             copy.graph.input.append(helper.make_tensor_value_info(_weight_input(label), kind, shape))
+        self._target = target
+        self._params: dict[str, Array] = {}  # scales and zero points, by input name
         for switch in switches:
             readers = [nodes[switch.reader]] if switch.reader else list(graph.consumers(switch.tensor))
-            _insert_switch(graph, switch, readers, target)
+            qparams = self._qparams(switch.params)
+            inputs = None if needs_clip(qparams) else _param_inputs(switch.flag)
+            _insert_switch(graph, switch, readers, qparams, inputs)
             copy.graph.input.append(helper.make_tensor_value_info(switch.flag, TensorProto.BOOL, []))
+            if inputs is not None:
+                self._params |= _stored(switch.flag, qparams)
+                kinds = zip(inputs, (TensorProto.FLOAT, qparams.kind), strict=True)
+                copy.graph.input.extend(helper.make_tensor_value_info(name, kind, []) for name, kind in kinds)
         graph.drop_unread()
         self._off = {switch.flag: np.array(False) for switch in switches}
         self._session = make_session(graph.finish(), threads=threads)
 
-    def run(self, names: Sequence[str], feed: Feed, weights: Mapping[str, Array], flags: Iterable[str]) -> list[Array]:
-        """Compute outputs with some weights replaced and some Q/DQ pairs turned on."""
+    def _qparams(self, params: QuantParams) -> QdqParams:
+        return QdqParams.of(params, self._target.activation_container(params.spec.format), 0)
+
+    def can_replace(self, flag: str) -> bool:
+        """Whether a run can replace the parameters of a Q/DQ pair."""
+        return _param_inputs(flag)[0] in self._params
+
+    def set_params(self, flag: str, params: QuantParams) -> None:
+        """Replace the parameters of a Q/DQ pair in all further runs."""
+        self._params |= _stored(flag, self._qparams(params))
+
+    def run(
+        self,
+        names: Sequence[str],
+        feed: Feed,
+        weights: Mapping[str, Array],
+        flags: Iterable[str],
+        params: Mapping[str, QuantParams] = MappingProxyType({}),
+    ) -> list[Array]:
+        """Compute outputs with some weights replaced and some Q/DQ pairs turned on.
+
+        ``params`` replaces the parameters of Q/DQ pairs, by flag.
+        """
         if not names:  # for an empty list, ONNX Runtime would compute all outputs
             return []
         arrays = {_weight_input(label): array for label, array in {**self.weights, **weights}.items()}
         on = {flag: np.array(True) for flag in flags}
+        stored = dict(self._params)
+        for flag, each in params.items():
+            stored |= _stored(flag, self._qparams(each))
         with ort_errors():
-            outputs: list[Array] = self._session.run(names, {**feed, **arrays, **self._off, **on})
+            outputs: list[Array] = self._session.run(names, {**feed, **arrays, **stored, **self._off, **on})
         return outputs
 
 
@@ -196,11 +230,26 @@ def _weight_input(label: str) -> str:
     return f"{label}//weight"
 
 
-def _insert_switch(graph: Graph, switch: Switch, readers: list[NodeProto], target: Target) -> None:
-    """Make some nodes read a tensor through a Q/DQ pair if the switch's flag is set."""
-    qparams = QdqParams.of(switch.params, target.activation_container(switch.params.spec.format), 0)
+def _param_inputs(flag: str) -> tuple[str, str]:
+    """Return the names of the inputs with the scale and the zero point of a Q/DQ pair."""
+    return f"{flag}//scale", f"{flag}//zero_point"
+
+
+def _stored(flag: str, qparams: QdqParams) -> dict[str, Array]:
+    scale, zero_point = _param_inputs(flag)
+    kind = helper.tensor_dtype_to_np_dtype(qparams.kind)
+    return {scale: qparams.scale, zero_point: np.asarray(qparams.zero_point).astype(kind)}
+
+
+def _insert_switch(
+    graph: Graph, switch: Switch, readers: list[NodeProto], qparams: QdqParams, names: tuple[str, str] | None
+) -> None:
+    """Make some nodes read a tensor through a Q/DQ pair if the switch's flag is set.
+
+    ``names`` are the inputs with scale and zero point; None for constants.
+    """
     writer, stem = QdqWriter(graph), switch.reader or switch.tensor
-    pair = writer.pair(switch.tensor, stem, writer.parameters(stem, qparams), qparams)
+    pair = writer.pair(switch.tensor, stem, names or writer.parameters(stem, qparams), qparams)
     node, chosen = writer.switch(switch.flag, pair.nodes, pair.dequantized, switch.tensor)
     graph.redirect(switch.tensor, chosen, readers)
     graph.insert([node])

@@ -30,6 +30,7 @@ from detent.metrics import OutputComparison, worst_output
 from detent.onnx import equalization, smoothquant
 from detent.onnx.bias_correction import CorrectedBias, corrected_biases
 from detent.onnx.calibration import (
+    Calibration,
     Progress,
     calibrate_groups,
     check_passes,
@@ -40,7 +41,8 @@ from detent.onnx.calibration import (
     range_decisions,
     tensor_groups,
 )
-from detent.onnx.decisions import Decisions, Equalized, Smoothed
+from detent.onnx.clipping import unclip
+from detent.onnx.decisions import Decisions, Equalized, QuantizerPlacement, Smoothed
 from detent.onnx.fast_kernels import FLOAT_REASON, choose_last_layers, choose_wide, multiplications
 from detent.onnx.float_fallback import NoiseByLayer, choose_float
 from detent.onnx.graph_plan import PREFERENCES, GraphPlan, Preference, RecipeLike, plan
@@ -75,7 +77,7 @@ Feed = dict[str, NDArray[Any]]
 KeepFloat = Literal["auto", "none"]
 
 COMPARED_BATCHES = 8  # batches on which equalization and SmoothQuant are evaluated
-FALLBACK_SAMPLES = 4  # samples on which float fallback is evaluated
+FALLBACK_SAMPLES = 8  # samples on which clipping, weight bits and float fallback are evaluated
 EVALUATION_BATCHES = 4  # batches on which the outputs of both models are compared
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # how much a message shows
 DATA_SUFFIXES = (".npz", ".npy")  # files with these suffixes are calibration data, never models
@@ -487,10 +489,8 @@ def _decide_with_data(
     with running("choosing ranges"):
         placements = graph_plan.placements(calibration.ranges)
         isolated = IsolatedLayers(graph_plan, calibration.samples)
-        clipped = choose_clipped(graph_plan, calibration, placements, isolated) if options.observer is None else None
-        params = choose_params(placements, calibration, clipped)
-    samples = first_samples(calibration.samples, FALLBACK_SAMPLES)
-    graph_plan, widened, shares = _choose_precision(graph_plan, params, samples, work, options)
+        params, clipped, noise = _choose_ranges(graph_plan, placements, calibration, isolated, options)
+    graph_plan, widened, shares = _choose_precision(graph_plan, noise, work, options)
     if shares:
         graph_plan = graph_plan.without(shares, FALLBACK_REASON)
         _reject_empty(graph_plan)
@@ -525,12 +525,29 @@ def _decide_with_data(
     return _Decided(replace(decisions, layers=layers), graph_plan, calibration.samples, steps)
 
 
-def _choose_precision(
+def _choose_ranges(
     graph_plan: GraphPlan,
-    params: Mapping[str, QuantParams],
-    samples: Sequence[Feed],
-    work: Mapping[str, float],
+    placements: Sequence[QuantizerPlacement],
+    calibration: Calibration,
+    isolated: IsolatedLayers,
     options: _Options,
+) -> tuple[dict[str, QuantParams], set[str] | None, NoiseByLayer]:
+    """Choose the parameters of activations.
+
+    Returns the parameters by group, the clipped groups (None for all), and the measurement of noise at the outputs.
+    """
+    clipped = choose_clipped(graph_plan, calibration, placements, isolated) if options.observer is None else None
+    params = choose_params(placements, calibration, clipped)
+    noise = NoiseByLayer(graph_plan, params, first_samples(calibration.samples, FALLBACK_SAMPLES))
+    if clipped:
+        unclipped = unclip(noise, placements, calibration, clipped)
+        noise.set_params(unclipped)
+        params, clipped = params | unclipped, clipped - set(unclipped)
+    return params, clipped, noise
+
+
+def _choose_precision(
+    graph_plan: GraphPlan, noise: NoiseByLayer, work: Mapping[str, float], options: _Options
 ) -> tuple[GraphPlan, dict[str, float], dict[str, float]]:
     """Choose the layers with 8-bit weights, and those to keep in float.
 
@@ -539,11 +556,8 @@ def _choose_precision(
     widened: dict[str, float] = {}
     shares: dict[str, float] = {}
     can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
-    if not can_widen and options.keep_float == "none":
-        return graph_plan, widened, shares
-    with running("choosing weight bits"):
-        noise = NoiseByLayer(graph_plan, params, samples)
-        if can_widen:
+    if can_widen:
+        with running("choosing weight bits"):
             widened = choose_wide(noise, graph_plan, work)
             graph_plan = graph_plan.widened(widened)
             noise.set_weights(graph_plan)

@@ -64,7 +64,7 @@ def build(  # noqa: PLR0913 - all optional inputs of a report
     ...     result = qo.quantize(model, f"{directory}/small.onnx", data)
     ...     report = qr.build(f"{directory}/small.onnx", data, source=model, result=result)
     >>> report.title, report.layers[0].name, report.layers[0].weight.codes_available, report.layers[0].status
-    ('small.onnx', 'fc', 255, 'integer')
+    ('small.onnx', 'fc', 129, 'integer')
     """
     from detent.report.contents import ReportInputs, measure_report  # noqa: PLC0415 - imports ONNX
 
