@@ -6,7 +6,7 @@ in the order in which the batches are added.
 """
 
 from collections.abc import Mapping, Sequence
-from math import frexp, inf, isinf, isnan, log10, nan, sqrt
+from math import frexp, inf, isinf, isnan, log, log10, nan, sqrt
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from detent.tensor import QuantizedTensor
 __all__ = ["clip_fraction", "code_usage", "cosine", "entropy_bits", "mae", "max_error", "mse", "sqnr_db"]
 
 Array = NDArray[Any]
+NORMAL_95 = 1.96  # half the width of a 95 % interval, in standard errors
 MAX_CLASSES = 10_000  # an output with more columns is not treated as class scores
 
 
@@ -122,18 +123,22 @@ class OutputComparison:
         self._powers: dict[str, SignalNoise] = {}
         self._equal: dict[str, tuple[int, int]] = {}  # equal elements, all elements
         self._skipped: dict[str, list[str]] = {}  # reasons, one per batch
-        self._agreeing = self._samples = self._batches = 0
+        self._agreeing = self._rows = self._batches = self.samples = 0
+        self._sample_powers: dict[str, list[tuple[Array, Array]]] = {}  # signal and noise of samples, by batch
 
-    def add(self, expected: Sequence[Array], got: Sequence[Array]) -> None:
-        """Add a batch; ``expected`` has the outputs of the first model and ``got`` those of the second."""
+    def add(self, expected: Sequence[Array], got: Sequence[Array], samples: int = 1) -> None:
+        """Add a batch of ``samples``; ``expected`` has the outputs of the first model, ``got`` those of the second."""
         self._batches += 1
+        self.samples += samples
         for i, (name, x, y) in enumerate(zip(self._names, expected, got, strict=True)):
             reason = self._problem(x, y)
             if reason:
                 self._skipped.setdefault(name, []).append(reason)
                 continue
             if x.dtype.kind == "f":
-                self._powers.setdefault(name, SignalNoise()).add(x.astype(np.float32), y.astype(np.float32))
+                floats = x.astype(np.float32), y.astype(np.float32)
+                self._powers.setdefault(name, SignalNoise()).add(*floats)
+                self._sample_powers.setdefault(name, []).append(_sample_powers(*floats, samples))
             else:
                 equal, total = self._equal.get(name, (0, 0))
                 self._equal[name] = equal + int(np.count_nonzero(x == y)), total + x.size
@@ -160,7 +165,7 @@ class OutputComparison:
             x, y = np.argmax(x, axis=1), np.argmax(y, axis=1)
         elif x.dtype.kind == "f" or x.ndim == 0 or x.size != len(x):
             return
-        self._samples += len(x)
+        self._rows += len(x)
         self._agreeing += int(np.count_nonzero(x == y))
 
     @property
@@ -179,14 +184,35 @@ class OutputComparison:
 
         It is also None if the number of rows depends on the data, because rows are not samples then.
         """
-        if not self._samples or self._names[0] in self._skipped:
+        if not self._rows or self._names[0] in self._skipped:
             return None
-        return self._agreeing / self._samples
+        return self._agreeing / self._rows
 
     @property
     def agreement_counts(self) -> tuple[int, int]:
         """The number of samples with the same class, and the number of samples; (0, 0) without ``agreement``."""
-        return (0, 0) if self.agreement is None else (self._agreeing, self._samples)
+        return (0, 0) if self.agreement is None else (self._agreeing, self._rows)
+
+    @property
+    def agreement_interval(self) -> tuple[float, float] | None:
+        """The Wilson interval of the agreement, with 95 % confidence; None without ``agreement``."""
+        equal, total = self.agreement_counts
+        return wilson_interval(equal, total) if total else None
+
+    def sqnr_interval_db(self, name: str) -> tuple[float, float] | None:
+        """Return the interval of an output's SQNR with 95 % confidence; None with fewer than two samples.
+
+        The noise-to-signal ratio R = sum n / sum s over N samples has the relative standard error
+        ``sqrt(N / (N - 1) * sum (n - R s)^2) / sum n``.
+        """
+        powers = self._sample_powers.get(name, [])
+        signal, noise = (np.concatenate([each[i] for each in powers] or [np.zeros(0)]) for i in (0, 1))
+        if len(noise) < 2 or not 0 < noise.sum() < inf or not 0 < signal.sum() < inf:
+            return None
+        ratio = float(noise.sum() / signal.sum())
+        residual = float(np.square(noise - ratio * signal).sum()) * len(noise) / (len(noise) - 1)
+        margin = NORMAL_95 * 10 / log(10) * sqrt(residual) / float(noise.sum())
+        return -10 * log10(ratio) - margin, -10 * log10(ratio) + margin
 
     @property
     def not_compared(self) -> dict[str, str]:
@@ -201,6 +227,27 @@ class OutputComparison:
     def notes(self) -> dict[str, None]:
         """One message for each output in ``not_compared``."""
         return {f"output {name!r} not compared: {text}": None for name, text in self.not_compared.items()}
+
+
+def _sample_powers(x: Array, y: Array, samples: int) -> tuple[Array, Array]:
+    """Return the signal and noise power of each sample; of the whole batch if rows are not samples."""
+    rows = samples if x.ndim and len(x) == samples else 1
+    with np.errstate(over="ignore", invalid="ignore"):  # outputs may be infinite
+        signal, noise = x.reshape(rows, -1), (x - y).reshape(rows, -1)
+        powers = [np.einsum("ij,ij->i", each, each, dtype=np.float64) for each in (signal, noise)]
+    return powers[0], powers[1]
+
+
+def wilson_interval(count: int, total: int) -> tuple[float, float]:
+    """Return the Wilson score interval of a share ``count / total``, with 95 % confidence.
+
+    >>> [round(each, 3) for each in wilson_interval(9, 10)]
+    [0.596, 0.982]
+    """
+    share, z2 = count / total, NORMAL_95**2
+    center = (share + z2 / (2 * total)) / (1 + z2 / total)
+    margin = NORMAL_95 * sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
+    return max(0.0, center - margin), min(1.0, center + margin)
 
 
 def worst_output(sqnr_db: Mapping[str, float]) -> str:

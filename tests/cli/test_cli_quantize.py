@@ -144,7 +144,7 @@ def test_the_page_has_the_command_and_says_nothing_twice(desk, monkeypatch, caps
     assert main(arguments) == 0
     page = qr.Report.load("r.json")
     assert page.reproduction.command == "detent " + shlex.join(arguments)
-    assert [name for name, _ in page.facts] == ["Time"]
+    assert [name for name, _ in page.facts if name != "Warning: slower"] == ["Time", "Warning: few-samples"]
     assert "  float kernel:      head: skipped\n" in capsys.readouterr().out
 
 
@@ -295,7 +295,7 @@ def test_agreement_needs_classes(desk):
     onnx.save(model, desk / "maps.onnx")
     done = detent("quantize", "maps.onnx", "-d", "few.npz", "--fail-below-agreement", 0.5, cwd=desk)
     assert done.returncode == 2
-    assert "top-1 agreement needs one row of class scores per sample" in done.stderr
+    assert "top-1 agreement needs class scores or a label per sample" in done.stderr
     assert not (desk / "maps.w8a8.onnx").exists()
 
 
@@ -320,7 +320,35 @@ def test_warns_of_a_target_for_another_cpu(desk, monkeypatch, capsys):
     assert main([*arguments, "--no-verify", "--json"]) == 0
     out, err = capsys.readouterr()
     assert "warning: target onnxruntime-vnni needs a CPU with VNNI" in err
-    assert json.loads(out)["warnings"][0].startswith("target onnxruntime-vnni")
+    warning = json.loads(out)["warnings"][0]
+    assert warning["code"] == "target"
+    assert warning["text"].startswith("target onnxruntime-vnni")
+
+
+def test_strict_turns_warnings_into_exit_code_1(desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    arguments = ["quantize", "model.onnx", "-d", "few.npz", "--no-rank", "--no-bench", "--no-verify", "--json"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["ok"]
+    assert [each["code"] for each in document["warnings"]] == ["few-samples"]
+    assert "warning: few-samples: only " in err
+    assert main([*arguments, "--force", "--strict"]) == 1
+    out, err = capsys.readouterr()
+    assert not json.loads(out)["ok"]
+    assert "error: --strict: 1 warning (few-samples) (model.w8a8.onnx was still written)" in err
+
+
+def test_a_good_model_gives_no_warning(desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    write_data("enough.npz", samples=40)
+    arguments = ["quantize", "model.onnx", "-d", "enough.npz", "--no-rank", "--no-bench", "--strict", "--json"]
+    assert main([*arguments, "--report", "r.html"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["warnings"] == []
+    assert "warning" not in err
+    assert "Warning:" not in (desk / "r.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [((1e6, 1e6), [4, 1]), ((1e6, 1.0), [4, 1]), ((1.0,), [4])])

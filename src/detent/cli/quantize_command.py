@@ -40,6 +40,7 @@ from detent.tables import bytes_text, counted, parse_bytes
 
 if TYPE_CHECKING:
     from detent.evaluate import Checks, DryRun, Evaluation, Split
+    from detent.onnx.quality_warnings import QuantizeWarning
     from detent.onnx_model.files import LoadedModel
 
 __all__ = ["EXAMPLE", "HELP", "run"]
@@ -145,6 +146,9 @@ def run(
             min=0, max=1, metavar="N", help="Exit 1 if top-1 agreement (0..1) is below N.", rich_help_panel=CHECKS
         ),
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 1 if there is any warning.", rich_help_panel=CHECKS)
+    ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip verification.", rich_help_panel=CHECKS)] = False,
     no_bench: Annotated[bool, typer.Option("--no-bench", help="Skip timing.", rich_help_panel=CHECKS)] = False,
     no_rank: Annotated[
@@ -201,14 +205,24 @@ def run(
         numbers = None if split is None else split.calibration.numbers
         estimate = qe.dry_run(model, data, batch_size=batch_size, numbers=numbers, **options)
         _show_estimate(screen, estimate, output_path, force=force)
-        screen.emit({"model": str(model), **_estimate_document(estimate, output_path), "warnings": warnings})
+        screen.emit(
+            {
+                "model": str(model),
+                **_estimate_document(estimate, output_path),
+                "warnings": [each._asdict() for each in warnings],
+            }
+        )
         return
     checks = qe.Checks(verify=not no_verify, time=not no_bench, sensitivity=not no_rank)
     options["resume_file"] = resume_file
     evaluation = _run(screen, source, split, output_path, options, checks, report, str(context.obj or ""))
     missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
+    all_warnings = [*warnings, *evaluation.warnings]
     _show_evaluation(screen, evaluation, report)
-    screen.emit(_document(model, evaluation, missed, warnings, report))
+    screen.emit(_document(model, evaluation, missed, all_warnings, report, strict=strict))
+    if strict and all_warnings:
+        codes = ", ".join(dict.fromkeys(each.code for each in all_warnings))
+        missed.append(f"--strict: {counted(len(all_warnings), 'warning')} ({codes})")
     if missed:
         fail(f"{'; '.join(missed)} ({output_path} was still written)", DIFFERENCE)
 
@@ -262,13 +276,14 @@ def _check_data(source: "LoadedModel", split: "Split | None", *, agreement: bool
             check_supports_agreement(source, first)
 
 
-def _target_warnings(screen: Screen, target: str) -> list[str]:
+def _target_warnings(screen: Screen, target: str) -> "list[QuantizeWarning]":
+    from detent.onnx.quality_warnings import QuantizeWarning  # noqa: PLC0415 - already loaded
     from detent.onnx_model.targets import has_vnni, mismatch  # noqa: PLC0415 - already loaded
 
     warning = mismatch(target, has_vnni())
     if warning:
         screen.warn(warning)
-    return [warning] if warning else []
+    return [QuantizeWarning("target", warning)] if warning else []
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -308,8 +323,6 @@ def _check_files(
 
 
 def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | None) -> None:
-    for warning in evaluation.warnings:
-        screen.warn(warning)
     _note_steps(screen, evaluation.result.steps)
     for hint in (*evaluation.result.hints, *evaluation.hints):
         screen.note(f"hint: {hint}")
@@ -328,6 +341,8 @@ def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | No
             screen.say(f"  {share} of the noise  {_skip_flag(layer.name)}")
     if report is not None:
         screen.say(f"report: {report}")
+    for warning in evaluation.warnings:
+        screen.warn(f"{warning.code}: {warning.text}")
 
 
 def _skip_flag(layer: str) -> str:
@@ -336,17 +351,23 @@ def _skip_flag(layer: str) -> str:
 
 
 def _document(
-    model: Path, evaluation: "Evaluation", missed: Sequence[str], warnings: Sequence[str], report: Path | None
+    model: Path,
+    evaluation: "Evaluation",
+    missed: Sequence[str],
+    warnings: "Sequence[QuantizeWarning]",
+    report: Path | None,
+    *,
+    strict: bool,
 ) -> dict[str, Any]:
     document = evaluation.to_dict()
     return {
-        "ok": not missed,
+        "ok": not missed and not (strict and warnings),
         "missed": list(missed),
         "model": str(model),
         **document,
         "sensitive_layers": [{**layer, "flag": _skip_flag(layer["layer"])} for layer in document["sensitive_layers"]],
         "report": None if report is None else str(report),
-        "warnings": [*warnings, *evaluation.warnings],
+        "warnings": [each._asdict() for each in warnings],
     }
 
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from detent.errors import SpecError
 from detent.metrics import OutputComparison, worst_output
-from detent.onnx_model.batches import Batches, BatchSource, Feed, open_batches
+from detent.onnx.quality_warnings import QuantizeWarning, accuracy_warnings
+from detent.onnx_model.batches import Batches, BatchSource, Feed, open_batches, samples_in
 from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 from detent.tables import counted
@@ -89,6 +90,11 @@ class Accuracy:
         batches: number of batches that were compared.
         outputs_equal: share of equal elements by output name, for outputs of integers or booleans.
         not_compared: why an output was not compared on some batches, by output name.
+        samples: number of samples that were compared.
+        sqnr_interval_db: interval of the lowest SQNR with 95 % confidence, from the standard error over samples; None
+            with fewer than two samples.
+        agreement_interval: Wilson interval of the top-1 agreement with 95 % confidence.
+        warnings: low SQNR, low agreement.
 
     >>> accuracy = Accuracy({"y": 41.0, "z": 30.5}, 1.0, 3)
     >>> accuracy.worst_output, accuracy.sqnr_db
@@ -100,6 +106,10 @@ class Accuracy:
     batches: int
     outputs_equal: Mapping[str, float] = field(default_factory=dict)
     not_compared: Mapping[str, str] = field(default_factory=dict)
+    samples: int = 0
+    sqnr_interval_db: tuple[float, float] | None = None
+    agreement_interval: tuple[float, float] | None = None
+    warnings: tuple[QuantizeWarning, ...] = ()
 
     @property
     def worst_output(self) -> str:
@@ -133,11 +143,20 @@ def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSour
     comparison = OutputComparison(names)
     for feed in open_batches(data, float_model.inputs):
         with ort_errors():
-            outputs = [session.run(names, feed) if names else [] for session in sessions]
-        comparison.add(*outputs)
+            before, after = (session.run(names, feed) if names else [] for session in sessions)
+        comparison.add(before, after, samples_in(feed))
         count += 1
-    shares, skipped = comparison.equal_shares, comparison.not_compared
-    return Accuracy(comparison.sqnr_db, comparison.agreement, count, shares, skipped)
+    return Accuracy(
+        comparison.sqnr_db,
+        comparison.agreement,
+        count,
+        comparison.equal_shares,
+        comparison.not_compared,
+        comparison.samples,
+        comparison.sqnr_interval_db(worst_output(comparison.sqnr_db)),
+        comparison.agreement_interval,
+        tuple(accuracy_warnings(comparison)),
+    )
 
 
 def check_supports_agreement(source: ModelSource, feed: Feed) -> None:

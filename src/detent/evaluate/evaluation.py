@@ -5,8 +5,9 @@ data are loaded once. If a check cannot run, such as timing, there is a warning 
 already written.
 """
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -18,7 +19,8 @@ from detent.errors import DetentError
 from detent.evaluate.accuracy import Accuracy, Split, measure_accuracy, split_batches
 from detent.evaluate.speed import Timing, random_inputs, time_models
 from detent.metrics import worst_output
-from detent.onnx.pipeline import LayerReport, QuantizeReport
+from detent.onnx.pipeline import QuantizeReport
+from detent.onnx.quality_warnings import QuantizeWarning, few_samples, float_layers_text
 from detent.onnx_model.batches import BatchSource
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.provenance import Provenance
@@ -36,6 +38,7 @@ TIMING_SECONDS = 1.0
 RANKING_SAMPLES = 4  # with fewer samples, the ranking of layers depends too much on the samples
 MIN_RANKING_SECONDS = 20.0  # time limit for measuring sensitivity, unless quantization took longer
 MAX_LAYERS_NAMED = 3
+MEASURED_AGAIN = ("low-sqnr", "low-agreement", "few-samples")  # codes of warnings
 MAX_OUTPUTS_SHOWN = 4
 StageProgress = Callable[[str, int, int | None], None]
 
@@ -74,7 +77,8 @@ class Evaluation:
         sensitivity: output noise with one layer quantized at a time; None if it was not requested, could not run, or
             would take too long.
         hints: suggestions for a faster model.
-        warnings: checks that could not run, and why.
+        warnings: those of ``result``, with accuracy on the evaluation batches; a slower model; checks that could not
+            run.
     """
 
     source: LoadedModel
@@ -86,7 +90,7 @@ class Evaluation:
     verification: VerifyReport | None = None
     sensitivity: qs.Sensitivity | None = None
     hints: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[QuantizeWarning, ...] = ()
 
     @property
     def sensitive_layers(self) -> tuple[SensitiveLayer, ...]:
@@ -149,9 +153,12 @@ class Evaluation:
         layers = self.result.layers
         others = [layer for layer in layers if not layer.runs_on_integer_kernel]
         facts = [("integer kernels", f"{len(layers) - len(others):,} of {len(layers):,} layers")]
-        if len(others) <= MAX_LAYERS_NAMED:
-            facts += [("float kernel", f"{layer.name}: {_float_reason(layer)}") for layer in others]
-        return facts
+        in_float = [layer for layer in layers if layer.reason]
+        if not any(layer.input for layer in layers):  # weight-only: no layer is meant to run on an integer kernel
+            others = in_float
+            facts = [("quantized", f"{len(layers) - len(others):,} of {len(layers):,} layers")]
+        lines = {line.name: line for line in self.result.plan.layers}
+        return [*facts, *(("float kernel", text) for text in float_layers_text(others, lines))]
 
     def __str__(self) -> str:
         facts = (f"  {label + ':':<18} {text}" for label, text in self.facts())
@@ -169,7 +176,7 @@ class Evaluation:
     def _notes(self) -> list[str]:
         verified = [] if self.verification is None else [f"verified: {self.verification.headline}"]
         sensitive = [f"most sensitive: {name}, {share:.0%} of the noise" for name, share in self.sensitive_layers]
-        return [*verified, *sensitive, *(f"warning: {text}" for text in self.warnings)]
+        return [*verified, *sensitive, *(f"warning: {each}" for each in self.warnings)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report of ``qo.quantize`` and the evaluation as one dict; numbers may be infinite or NaN."""
@@ -197,24 +204,20 @@ class Evaluation:
             "agreement": None if accuracy is None else accuracy.agreement,
             "equal_share_by_output": None if accuracy is None else dict(accuracy.outputs_equal),
             "outputs_not_compared": None if accuracy is None else dict(accuracy.not_compared),
+            "evaluation_samples": None if accuracy is None else accuracy.samples,
+            "sqnr_db_interval": None if accuracy is None else accuracy.sqnr_interval_db,
+            "agreement_interval": None if accuracy is None else accuracy.agreement_interval,
             "ms_float": None if timing is None else timing.first_ms,
             "ms_quantized": None if timing is None else timing.second_ms,
+            "timing_spread": None if timing is None else timing.spread,
             "compared_codes": None if codes is None else codes.compared_codes,
             "differing_codes": None if codes is None else codes.differing_codes,
             "verified": None if codes is None else codes.ok,
             "sensitive_layers": [
                 {"layer": layer.name, "noise_share": layer.noise_share} for layer in self.sensitive_layers
             ],
-            "warnings": list(self.warnings),
+            "warnings": [each._asdict() for each in self.warnings],
         }
-
-
-def _float_reason(layer: LayerReport) -> str:
-    if layer.reason:
-        return layer.reason
-    if not layer.input:
-        return "the layer's input is float"
-    return layer.note or f"ONNX Runtime runs this layer as {layer.kernel or layer.type} on this machine"
 
 
 def quantize_and_evaluate(
@@ -300,7 +303,7 @@ class _Evaluator:
     ) -> None:
         self.source, self.result, self.split = source, result, split
         self.quantized = load_model(result.output)
-        self.warnings: list[str] = []
+        self.warnings: list[QuantizeWarning] = []
         self.progress: StageProgress = (lambda *_: None) if progress is None else progress
 
     def run(self, checks: Checks) -> Evaluation:
@@ -325,12 +328,36 @@ class _Evaluator:
             verification,
             sensitivity,
             self._hints(timing),
-            tuple(self.warnings),
+            (*self._result_warnings(accuracy), *self._speed_warnings(timing), *self.warnings),
         )
+
+    def _result_warnings(self, accuracy: Accuracy | None) -> Iterator[QuantizeWarning]:
+        """Yield the warnings of ``qo.quantize``; those about accuracy and samples come from the evaluation instead."""
+        if accuracy is None or self.split is None:
+            yield from self.result.warnings
+            return
+        yield from accuracy.warnings
+        if any(line.input for line in self.result.layers):
+            yield from few_samples(self.result.samples + accuracy.samples * self.split.is_held_out)
+        yield from (each for each in self.result.warnings if each.code not in MEASURED_AGAIN)
+
+    def _speed_warnings(self, timing: Timing | None) -> Iterator[QuantizeWarning]:
+        """Yield a warning with advice if the quantized model is slower than the float model."""
+        if timing is None or not timing.is_slower:
+            return
+        advice = "Weight-only recipes make files smaller, not faster: use w8a8"
+        if any(layer.input for layer in self.result.layers):
+            options = json.loads(self.result.decisions.options or "{}") if self.result.decisions is not None else {}
+            speed = "" if options.get("prefer") == "speed" else "--prefer speed"
+            vnni = "--target onnxruntime-vnni" if has_vnni() and self.result.plan.target.name == "onnxruntime" else ""
+            flags = " or ".join(flag for flag in (speed, vnni) if flag)
+            advice = f"Try {flags}" if flags else "Keep the float model, or skip the layers on float kernels"
+        text = f"the quantized model is slower than the float model: {timing}. {advice}"
+        yield QuantizeWarning("slower", text)
 
     def _warn(self, text: str) -> None:
         _log.warning("%s", text)
-        self.warnings.append(text)
+        self.warnings.append(QuantizeWarning("not-run", text))
 
     def _time(self) -> Timing | None:
         try:

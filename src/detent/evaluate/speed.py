@@ -1,7 +1,8 @@
 """Speed of two models in ONNX Runtime.
 
-Runs of the two models alternate, so that other load on the machine slows both. The medians are compared. Loading and
-the first run, which allocates memory, are not timed.
+Runs of the two models alternate, so that other load on the machine slows both. With one thread, CPU time is measured,
+which does not count time in which other processes run; with several threads, wall time. The medians are compared. The
+spread is that of the ratios of adjacent runs. Loading and the first run, which allocates memory, are not timed.
 """
 
 import re
@@ -38,10 +39,11 @@ class Timing:
     """Run times of two models, usually float and quantized.
 
     Attributes:
-        first_ms: median run time of the first model in milliseconds.
-        second_ms: median run time of the second model in milliseconds.
+        first_ms: median time of a run of the first model in milliseconds.
+        second_ms: median time of a run of the second model in milliseconds.
         runs: timed runs per model.
         threads: threads per model; 0 for all cores.
+        spread: half the distance between the quartiles of the runs' ratios, relative to the median ratio.
 
     >>> str(Timing(4.0, 2.0, 10, 1)), Timing(4.0, 3.9, 10, 1).speed_text
     ('4.00 ms -> 2.00 ms (2.0x faster, 1 thread, 10 runs)', 'equally fast')
@@ -53,6 +55,7 @@ class Timing:
     second_ms: float
     runs: int
     threads: int
+    spread: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -70,6 +73,11 @@ class Timing:
         return self.ratio >= SAME_SPEED
 
     @property
+    def is_slower(self) -> bool:
+        """Whether the second model is at least 5 % slower, and by more than the spread of the runs."""
+        return self.ratio * max(SAME_SPEED, 1 + self.spread) < 1
+
+    @property
     def speed_text(self) -> str:
         """The ratio as text, such as "2.0x faster"."""
         if self.is_faster:
@@ -78,7 +86,8 @@ class Timing:
 
     def __str__(self) -> str:
         times = f"{duration_text(self.first_ms)} -> {duration_text(self.second_ms)}"
-        return f"{times} ({self.speed_text}, {self.threads_text}, {counted(self.runs, 'run', ',')})"
+        spread = f", ±{100 * self.spread:.0f} %" if self.spread else ""
+        return f"{times} ({self.speed_text}, {self.threads_text}, {counted(self.runs, 'run', ',')}{spread})"
 
 
 def duration_text(ms: float) -> str:
@@ -118,21 +127,29 @@ def time_models(
     """
     sessions = [make_session(model, threads=threads, config={SPINNING: "1"}) for model in (first, second)]
     times: tuple[list[float], list[float]] = [], []
-    warm_up = sum(_run_ms(session, feeds[0]) for session in sessions)
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    warm_up = sum(_run_ms(session, feeds[0], time.perf_counter) for session in sessions)
     count = repeat or max(MIN_RUNS, min(MAX_RUNS, int(1000 * seconds / max(warm_up, 1e-3))))
     for i in range(count):
         for session, taken in zip(sessions, times, strict=True):
-            taken.append(_run_ms(session, feeds[i % len(feeds)]))
+            taken.append(_run_ms(session, feeds[i % len(feeds)], clock))
         if progress is not None:
             progress(i + 1, count)
-    return Timing(median(times[0]), median(times[1]), count, threads)
+    return Timing(median(times[0]), median(times[1]), count, threads, _spread(*times))
 
 
-def _run_ms(session: Any, feed: Feed) -> float:  # noqa: ANN401 - ONNX Runtime has no type annotations
+def _spread(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return half the distance between the quartiles of the ratios of adjacent runs, relative to their median."""
+    ratios = [a / max(b, 1e-9) for a, b in zip(first, second, strict=True)]
+    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+    return float((high - low) / 2 / max(middle, 1e-9))
+
+
+def _run_ms(session: Any, feed: Feed, clock: Callable[[], float]) -> float:  # noqa: ANN401 - no type annotations
     with ort_errors():
-        start = time.perf_counter()
+        start = clock()
         session.run(None, feed)
-        return 1000 * (time.perf_counter() - start)
+        return 1000 * (clock() - start)
 
 
 def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:

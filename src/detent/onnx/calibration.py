@@ -29,6 +29,7 @@ from detent.observers import MinMax, Observer
 from detent.onnx.decisions import QuantizerPlacement, RangeDecision, scaled
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.layer_error import IsolatedLayers, noise
+from detent.onnx.quality_warnings import DataSummary
 from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
 from detent.onnx_model.graph import Graph, reads
 from detent.onnx_model.sessions import record, tensor_nbytes
@@ -70,6 +71,7 @@ class Calibration:
         fingerprint: SHA-256 of all batches.
         scaled: for each tensor that is a constant times another tensor, (other tensor, constant); such tensors are not
             observed.
+        summary: number of samples and ranges of inputs, for warnings.
 
     >>> from detent.observers import MinMax
     >>> Calibration({"x": MinMax().observe([1.0, 3.0])}, (), 1, "").range("x")
@@ -83,6 +85,7 @@ class Calibration:
     batches: int
     fingerprint: str
     scaled: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    summary: DataSummary = field(default_factory=DataSummary, repr=False, compare=False)
     _params: dict[tuple[QuantizerPlacement, bool], QuantParams] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -170,7 +173,7 @@ def calibrate_groups(
         raise NotCalibratedError("calibration got no batches: pass at least one")
     group_of = {each.tensor: each.group for each in placements}
     scaled = {each.tensor: (group_of[each.source_tensor], each.factor) for each in placements if each.source_tensor}
-    return Calibration(observers, tuple(sampled.samples), sampled.count, batches.fingerprint(), scaled)
+    return Calibration(observers, tuple(sampled.samples), sampled.count, batches.fingerprint(), scaled, sampled.summary)
 
 
 def check_passes(groups: Sequence[Sequence[str]], resume_file: str | PathLike[str] | None) -> None:
@@ -199,12 +202,13 @@ class _SampledBatches:
     """Iterates over all batches, and keeps the first ones as samples."""
 
     def __init__(self, batches: Batches) -> None:
-        self.batches, self.samples, self.count = batches, list[Feed](), 0
+        self.batches, self.samples, self.count, self.summary = batches, list[Feed](), 0, DataSummary()
 
     def __iter__(self) -> Iterator[Feed]:
         size = samples = 0
         for feed in self.batches.hashed():
             self.count += 1
+            self.summary.add(feed)
             size += sum(array.nbytes for array in feed.values())
             if not self.samples or (samples < MAX_SAMPLES and size <= MAX_SAMPLE_BYTES):
                 self.samples.append(dict(feed))

@@ -46,6 +46,7 @@ Preference = Literal["speed", "balanced", "accuracy"]
 PREFERENCES: tuple[Preference, ...] = ("speed", "balanced", "accuracy")
 
 MINMAX_BITS = 8  # weights with at least 8 bits get their min-max range; with fewer bits, their MSE-optimal range
+PADDED = "ONNX files store its weight in"  # start of a note
 SLOW_BITS = 16  # ONNX Runtime has no integer kernels for 16-bit activations on CPUs
 MIN_CONV_CHANNELS = 5  # with fewer input channels, integer kernels of ONNX Runtime are 2 to 10 times slower than float
 FLOAT_BYTES = 4
@@ -312,6 +313,9 @@ def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, 
         return line.kept_in_float(reason)
     slow = input_spec is not None and input_spec.bits == SLOW_BITS
     note = "ONNX Runtime runs 16-bit activations in float on CPUs" if slow and target.runtime == "onnxruntime" else ""
+    stored = next(width for width in onnx_widths(is_matmul=layer.node.op_type in MATMULS) if width >= weight.bits)
+    if stored > weight.bits:
+        note = f"{PADDED} {stored} bits, not {weight.bits}: no smaller than {stored}-bit weights, but less accurate"
     after = _stored_nbytes(weight, layer)
     return replace(line, weight=weight, input=input_spec, observer=decision.observer, nbytes_after=after, note=note)
 

@@ -49,8 +49,9 @@ from detent.onnx.graph_plan import PREFERENCES, GraphPlan, Preference, RecipeLik
 from detent.onnx.layer_error import IsolatedLayers
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import running
+from detent.onnx.quality_warnings import DataSummary, QuantizeWarning, quantize_warnings
 from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
-from detent.onnx_model.batches import Batches, BatchSource, open_batches
+from detent.onnx_model.batches import Batches, BatchSource, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, ModelSource, default_output, load, load_model, save
 from detent.onnx_model.graph import INTEGER_KERNELS, Graph
 from detent.onnx_model.sessions import (
@@ -118,6 +119,15 @@ class LayerReport:
         """Whether the layer runs on an integer kernel of ONNX Runtime."""
         return self.kernel in INTEGER_KERNELS
 
+    @property
+    def float_reason(self) -> str:
+        """Why the layer does not run on an integer kernel; "" if it does."""
+        if self.reason or self.runs_on_integer_kernel:
+            return self.reason
+        if not self.input:
+            return "the layer's input is float"
+        return self.note or f"ONNX Runtime runs this layer as {self.kernel or self.type} on this machine"
+
 
 @dataclass(frozen=True, repr=False)
 class QuantizeReport:
@@ -136,6 +146,8 @@ class QuantizeReport:
         hints: advice for running the file.
         decisions: all decisions; ``qo.rewrite`` makes the same quantized model from them.
         not_compared: why an output was not compared on some batches, by output name.
+        warnings: low accuracy, a larger file, suspicious data or layers in float; ``detent.evaluate`` adds speed.
+        samples: number of calibration samples.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
@@ -159,6 +171,8 @@ class QuantizeReport:
     hints: tuple[str, ...] = ()
     decisions: Decisions | None = None
     not_compared: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[QuantizeWarning, ...] = ()
+    samples: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values; numbers may be infinite."""
@@ -174,6 +188,7 @@ class QuantizeReport:
             "outputs_not_compared": dict(self.not_compared),
             "steps": list(self.steps),
             "hints": list(self.hints),
+            "warnings": [each._asdict() for each in self.warnings],
             **{name: getattr(self, name) for name in names},
         }
 
@@ -195,7 +210,7 @@ class QuantizeReport:
     def _notes(self) -> list[str]:
         """Return the lines below the table."""
         skipped = (f"output {name!r} not compared: {reason}" for name, reason in self.not_compared.items())
-        return [*self.steps, self._summary(), *skipped, *self.hints]
+        return [*self.steps, self._summary(), *skipped, *self.hints, *(f"warning: {each}" for each in self.warnings)]
 
     def _summary(self) -> str:
         quantized = sum(not layer.reason for layer in self.layers)
@@ -276,6 +291,7 @@ class _Decided:
     plan: GraphPlan
     samples: tuple[Feed, ...] = ()
     steps: tuple[str, ...] = ()
+    data: DataSummary | None = None
 
 
 def quantize(  # noqa: PLR0913 - all options of the pipeline
@@ -522,7 +538,7 @@ def _decide_with_data(
     )
     for step in steps:
         _log.info("%s", step)
-    return _Decided(replace(decisions, layers=layers), graph_plan, calibration.samples, steps)
+    return _Decided(replace(decisions, layers=layers), graph_plan, calibration.samples, steps, calibration.summary)
 
 
 def _choose_ranges(
@@ -646,8 +662,8 @@ def _compare_outputs(before: ModelSource, after: ModelProto, feeds: Sequence[Fee
     sessions = make_session(before), make_session(after)
     for feed in feeds:
         with ort_errors():
-            outputs = [session.run(names, feed) for session in sessions]
-        comparison.add(*outputs)
+            expected, got = (session.run(names, feed) for session in sessions)
+        comparison.add(expected, got, samples_in(feed))
     return comparison
 
 
@@ -693,4 +709,6 @@ def _finish(
         hints,
         decided.decisions,
         comparison.not_compared,
+        quantize_warnings(decided.plan, layers, (size, written), comparison, decided.data),
+        0 if decided.data is None else decided.data.samples,
     )

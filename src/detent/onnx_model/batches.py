@@ -45,7 +45,7 @@ from detent.errors import (
     closest,
 )
 
-__all__ = ["ArrayFile", "BatchSource", "Batches", "InputInfo", "inputs_of", "open_batches"]
+__all__ = ["ArrayFile", "BatchSource", "Batches", "InputInfo", "inputs_of", "open_batches", "samples_in"]
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
@@ -261,6 +261,11 @@ def inputs_of(model: ModelProto) -> list[InputInfo]:
 # Batches
 
 
+def samples_in(feed: Mapping[str, Array]) -> int:
+    """Return the number of samples in a batch: the size of the first axis of the first input that has axes."""
+    return next((array.shape[0] for array in feed.values() if array.ndim), 1)
+
+
 class Batches:
     """Batches of a model's inputs, each checked when it is read; made by ``open_batches``.
 
@@ -311,7 +316,7 @@ class Batches:
         """
         feeds, total = list[Feed](), 0
         for feed in self:
-            size = next((array.shape[0] for array in feed.values() if array.ndim), 1)
+            size = samples_in(feed)
             is_cut = total + size > count and _can_cut(feed, self.inputs)
             feeds.append({name: array[: count - total] for name, array in feed.items()} if is_cut else feed)
             total += count - total if is_cut else size

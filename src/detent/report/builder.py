@@ -104,7 +104,7 @@ def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Rep
         result=evaluation.result,
         verification=evaluation.verification,
         sensitivity=evaluation.sensitivity,
-        facts={} if evaluation.timing is None else {"Time": str(evaluation.timing)},
+        facts={**({} if evaluation.timing is None else {"Time": str(evaluation.timing)}), **_warnings(evaluation)},
         command=command,
     )
     if accuracy is None:
@@ -117,3 +117,12 @@ def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Rep
         agreement=accuracy.agreement,
         notes=tuple(dict.fromkeys((*skipped, *report.notes))),
     )
+
+
+def _warnings(evaluation: "Evaluation") -> dict[str, str]:
+    """Return the warnings as facts; warnings with the same code are one fact."""
+    texts: dict[str, str] = {}
+    for code, text in evaluation.warnings:
+        label = f"Warning: {code}"
+        texts[label] = f"{texts[label]}; {text}" if label in texts else text
+    return texts

@@ -1,0 +1,227 @@
+"""Warnings about a quantized model: low accuracy, a larger file, suspicious data, layers that do not run on integers.
+
+Each warning has a code, which does not change between versions, and a text that says what to do. ``qo.quantize`` warns
+about what it can see itself. ``detent.evaluate`` adds held-out accuracy and speed. A warning never stops the job;
+``detent quantize --strict`` ends with exit code 1 if there are any.
+
+===================== ==================================================================================
+code                  condition
+===================== ==================================================================================
+low-sqnr              the SQNR of the worst output is below 20 dB
+low-agreement         the top-1 agreement is below 0.98
+larger-file           the quantized file is larger than the float file
+slower                the quantized model takes at least 5 % more CPU time than the float model
+few-samples           activations are quantized, and there are fewer than 32 samples
+constant-data         every input has the same value in all samples
+unscaled-data         an input holds integers up to 255, but the weights of its layer expect small values
+float-layers          layers in float, or on float kernels, hold over 10 % of the weight bytes
+padded-weights        a weight has fewer bits than the type that stores it
+target                the target does not suit this CPU
+not-run               a check could not run
+===================== ==================================================================================
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detent.metrics import OutputComparison, worst_output
+from detent.onnx.graph_plan import PADDED, GraphPlan, LayerPlan
+from detent.onnx_model.batches import samples_in
+from detent.onnx_model.graph import MOVING, trace_back
+from detent.recipe import EXCLUDED, NO_RULE
+from detent.tables import bytes_text, counted
+
+__all__ = [
+    "DataSummary",
+    "QuantizeWarning",
+    "accuracy_warnings",
+    "few_samples",
+    "float_layers_text",
+    "quantize_warnings",
+]
+
+Array = NDArray[Any]
+
+MIN_SQNR_DB = 20.0  # the error is a tenth of the signal's amplitude
+MIN_AGREEMENT = 0.98
+MIN_SAMPLES = 32
+MAX_FLOAT_SHARE = 0.1  # of the weight bytes
+MAX_LAYERS_NAMED = 3
+MIN_BYTE_RANGE, MAX_BYTE = 50, 255  # largest values of inputs that look like pixels in bytes
+MIN_NORM = 0.1  # median L2 norm of a filter; filters for inputs up to 255 have norms of about 0.01
+DELIBERATE = (EXCLUDED, NO_RULE, "skipped")  # reasons that the user chose
+UNCHANGING = (*MOVING, "Cast", "Identity", "Pad")  # operators that keep the values of an input
+
+
+class QuantizeWarning(NamedTuple):
+    """A warning about a quantized model.
+
+    >>> str(QuantizeWarning("larger-file", "the file is larger than the float file"))
+    'the file is larger than the float file'
+    """
+
+    code: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class LayerRow(Protocol):
+    """A row of a ``QuantizeReport``, as far as warnings need it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def runs_on_integer_kernel(self) -> bool: ...
+    @property
+    def float_reason(self) -> str: ...
+
+
+class DataSummary:
+    """Summary of calibration data: number of samples, and the range of each input.
+
+    >>> summary = DataSummary()
+    >>> summary.add({"x": np.float32([[0, 7], [255, 3]])})
+    >>> summary.samples, summary.ranges, summary.integers
+    (2, {'x': (0.0, 255.0)}, {'x'})
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.ranges: dict[str, tuple[float, float]] = {}
+        self.integers: set[str] = set()  # float inputs that hold only integers so far
+
+    def add(self, feed: Mapping[str, Array]) -> None:
+        """Add a batch."""
+        self.samples += samples_in(feed)
+        for name, array in feed.items():
+            if array.dtype.kind not in "fiub" or not array.size:
+                continue
+            lo, hi = self.ranges.get(name, (np.inf, -np.inf))
+            is_first = name not in self.ranges
+            self.ranges[name] = min(lo, float(array.min())), max(hi, float(array.max()))
+            if array.dtype.kind == "f" and (is_first or name in self.integers):
+                if bool((array == np.rint(array)).all()):
+                    self.integers.add(name)
+                else:
+                    self.integers.discard(name)
+
+
+def quantize_warnings(
+    plan: GraphPlan,
+    layers: Sequence[LayerRow],
+    sizes: tuple[int, int],
+    comparison: OutputComparison,
+    data: DataSummary | None,
+) -> tuple[QuantizeWarning, ...]:
+    """Return the warnings that ``qo.quantize`` can give: all except those about speed and the target."""
+    warnings = list(accuracy_warnings(comparison))
+    before, after = sizes
+    if after > before:
+        text = f"the quantized file is larger than the float file: {bytes_text(before)} -> {bytes_text(after)}"
+        warnings.append(QuantizeWarning("larger-file", text))
+    if data is not None:
+        warnings += _data_warnings(plan, data)
+    warnings += _layer_warnings(plan, layers)
+    return tuple(warnings)
+
+
+def accuracy_warnings(comparison: OutputComparison) -> Iterator[QuantizeWarning]:
+    """Yield warnings if the SQNR or the top-1 agreement is low, with confidence intervals of 95 %."""
+    name = worst_output(comparison.sqnr_db)
+    sqnr_db, count = comparison.sqnr_db.get(name), counted(comparison.samples, "sample", ",")
+    if sqnr_db is not None and not sqnr_db >= MIN_SQNR_DB:  # True for NaN
+        interval = comparison.sqnr_interval_db(name)
+        span = "" if interval is None else f" (95 % confidence: {interval[0]:.1f} to {interval[1]:.1f} dB)"
+        yield QuantizeWarning(
+            "low-sqnr",
+            f"the SQNR of output {name} is only {sqnr_db:.1f} dB on {count}{span}: see the most sensitive layers, or "
+            "use --prefer accuracy or --recipe w8a16",
+        )
+    agreement, interval = comparison.agreement, comparison.agreement_interval
+    if agreement is not None and interval is not None and agreement < MIN_AGREEMENT:
+        total, span = comparison.agreement_counts[1], f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f} %"
+        yield QuantizeWarning(
+            "low-agreement",
+            f"the top-1 agreement is only {100 * agreement:.1f} % on {counted(total, 'sample', ',')} (95 % confidence: "
+            f"{span}): check the accuracy with labels",
+        )
+
+
+def few_samples(count: int) -> Iterator[QuantizeWarning]:
+    """Yield a warning if calibration and evaluation together used few samples."""
+    if count < MIN_SAMPLES:
+        text = f"only {counted(count, 'sample')}: ranges and accuracy are reliable from {MIN_SAMPLES} samples on"
+        yield QuantizeWarning("few-samples", text)
+
+
+def _data_warnings(plan: GraphPlan, data: DataSummary) -> Iterator[QuantizeWarning]:
+    if any(line.input is not None for line in plan.quantized):
+        yield from few_samples(data.samples)
+    if data.ranges and all(lo == hi for lo, hi in data.ranges.values()):
+        values = ", ".join(f"{name} is {lo:g}" for name, (lo, _) in data.ranges.items())
+        text = f"the inputs are constant in all samples ({values}): pass real data for calibration"
+        yield QuantizeWarning("constant-data", text)
+    for name in sorted(data.integers):
+        lo, hi = data.ranges[name]
+        if lo >= 0 and MIN_BYTE_RANGE < hi <= MAX_BYTE and _expects_small_values(plan, name):
+            text = (
+                f"input {name} holds integers from {lo:g} to {hi:g}, but the weights of its layer look trained on "
+                "normalized data: preprocess calibration data as in deployment, e.g. divide by 255"
+            )
+            yield QuantizeWarning("unscaled-data", text)
+
+
+def _expects_small_values(plan: GraphPlan, name: str) -> bool:
+    """Whether layers read an input without rescaling it, and have filters that are too large for values up to 255."""
+    layers = [layer for layer in plan.layers_by_name.values() if layer.shape and layer.node.op_type != "Gather"]
+    readers = [layer for layer in layers if trace_back(layer.data, plan.graph.producer, UNCHANGING) == name]
+    for layer in readers:
+        filters = np.moveaxis(plan.graph.array(layer.weight), layer.axis, 0).reshape(layer.shape[layer.axis], -1)
+        if float(np.median(np.linalg.norm(filters.astype(np.float64), axis=1))) < MIN_NORM:
+            return False
+    return bool(readers)
+
+
+def _layer_warnings(plan: GraphPlan, layers: Sequence[LayerRow]) -> Iterator[QuantizeWarning]:
+    lines = {line.name: line for line in plan.layers}
+    has_inputs = any(line.input is not None for line in plan.quantized)
+    slow = [
+        layer
+        for layer in layers
+        if layer.reason not in DELIBERATE and not _runs_as_planned(layer, has_inputs=has_inputs)
+    ]
+    total = sum(line.nbytes_before for line in plan.layers) or 1
+    share = sum(lines[layer.name].nbytes_before for layer in slow) / total
+    if share > MAX_FLOAT_SHARE and plan.target.runtime == "onnxruntime":
+        done = sum(_runs_as_planned(layer, has_inputs=has_inputs) for layer in layers)
+        what = "on integer kernels" if has_inputs else "quantized"
+        names = "; ".join(float_layers_text(slow, lines))
+        yield QuantizeWarning(
+            "float-layers",
+            f"{what}: {done:,} of {len(layers):,} layers; the others hold {share:.0%} of the weights: {names}",
+        )
+    padded = [line for line in plan.quantized if line.note.startswith(PADDED)]
+    if padded:
+        count, first = counted(len(padded), "layer"), padded[0]
+        yield QuantizeWarning("padded-weights", f"{count} of {len(layers):,}: {first.note}. The first is {first.name}")
+
+
+def _runs_as_planned(layer: LayerRow, *, has_inputs: bool) -> bool:
+    """Whether a layer runs on an integer kernel; for weight-only recipes, whether it is quantized."""
+    return layer.runs_on_integer_kernel if has_inputs else not layer.reason
+
+
+def float_layers_text(layers: Sequence[LayerRow], lines: Mapping[str, LayerPlan]) -> list[str]:
+    """Name the three largest layers with their reasons, and count the others by reason."""
+    ranked = sorted(layers, key=lambda layer: -lines[layer.name].nbytes_before)
+    named = [f"{layer.name}: {layer.float_reason}" for layer in ranked[:MAX_LAYERS_NAMED]]
+    others = Counter(layer.float_reason for layer in ranked[MAX_LAYERS_NAMED:])
+    return [*named, *(f"{count:,} more: {reason}" for reason, count in others.most_common())]

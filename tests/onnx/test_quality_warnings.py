@@ -1,0 +1,214 @@
+"""Warnings about a quantized model: each appears where it should, and not on a good model."""
+
+import json
+
+import numpy as np
+import pytest
+from onnx_graphs import Maker, conv_chain, images, rows, weights
+
+import detent.evaluate as qe
+import detent.onnx as qo
+from detent import report as qr
+from detent.evaluate import evaluation as evaluation_module
+from detent.evaluate.speed import Timing
+from detent.metrics import OutputComparison, wilson_interval
+from detent.onnx.graph_plan import plan
+from detent.onnx.quality_warnings import DataSummary, QuantizeWarning, _data_warnings, accuracy_warnings
+
+FAST = qe.Checks(verify=False, time=False, sensitivity=False)
+
+
+def quantized(tmp_path, model, data, **options):
+    return qo.quantize(model, tmp_path / "q.onnx", data, progress=False, **options)
+
+
+def codes(result):
+    return [each.code for each in result.warnings]
+
+
+def text_of(result, code):
+    (text,) = [each.text for each in result.warnings if each.code == code]
+    return text
+
+
+def chain(*, channels=8, scale=1.0):
+    """Three convolutions, large enough for a smaller file."""
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", channels, 32, name="first", weight=scale * weights(32, channels, 3, 3))])
+    t = m.add("Relu", [m.conv(t, 32, 32, name="second")])
+    return m.model([("x", ["n", channels, 8, 8])], [m.conv(t, 32, 32, name="last")])
+
+
+def test_a_good_model_has_no_warning(tmp_path):
+    assert codes(quantized(tmp_path, chain(), images(16, batch=2))) == []
+
+
+def compared(outputs, changed):
+    comparison = OutputComparison(["y"])
+    for x, y in zip(outputs, changed, strict=True):
+        comparison.add([x], [y], len(x))
+    return comparison
+
+
+def test_low_accuracy_is_a_warning_with_samples_and_intervals():
+    rng = np.random.default_rng(0)
+    scores = [rng.normal(size=(4, 10)).astype(np.float32) for _ in range(8)]
+    noisy = [each + rng.normal(size=each.shape).astype(np.float32) for each in scores]
+    comparison = compared(scores, noisy)
+    sqnr, agreement = accuracy_warnings(comparison)
+    assert (sqnr.code, agreement.code) == ("low-sqnr", "low-agreement")
+    low, high = comparison.sqnr_interval_db("y")
+    assert low < comparison.sqnr_db["y"] < high
+    assert f"on 32 samples (95 % confidence: {low:.1f} to {high:.1f} dB)" in sqnr.text
+    equal, total = comparison.agreement_counts
+    assert total == 32
+    assert comparison.agreement_interval == wilson_interval(equal, total)
+    assert f"on 32 samples (95 % confidence: {100 * wilson_interval(equal, total)[0]:.1f} to" in agreement.text
+    assert list(accuracy_warnings(compared(scores, [np.float32(1.01) * each for each in scores]))) == []
+
+
+def test_the_interval_of_the_sqnr_shrinks_with_more_samples():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 8)).astype(np.float32)
+    y = x + 0.2 * rng.normal(size=x.shape).astype(np.float32)
+    widths = []
+    for count in (16, 100, 400):
+        low, high = compared([x[:count]], [y[:count]]).sqnr_interval_db("y")
+        widths.append(high - low)
+    assert widths[0] > widths[1] > widths[2]
+    assert compared([x[:1]], [y[:1]]).sqnr_interval_db("y") is None
+    assert compared([x], [x]).sqnr_interval_db("y") is None
+
+
+def test_a_larger_file(tmp_path):
+    m = Maker()
+    small = m.model([("x", [1, 6, 16])], [m.matmul("x", 16, 2)])
+    report = quantized(tmp_path, small, rows(32))
+    assert report.nbytes_after > report.nbytes_before
+    assert text_of(report, "larger-file").startswith("the quantized file is larger than the float file: ")
+    assert json.loads(report.to_json())["warnings"] == [each._asdict() for each in report.warnings]
+    assert f"warning: {report.warnings[0]}" in str(report)
+
+
+def test_few_samples(tmp_path):
+    assert text_of(quantized(tmp_path, chain(), images(15, batch=2)), "few-samples").startswith("only 30 samples: ")
+    assert "few-samples" not in codes(quantized(tmp_path, chain(), images(15, batch=2), recipe="w8a16"))
+    held_out = qe.quantize_and_evaluate(chain(), tmp_path / "e.onnx", images(32, batch=1), checks=FAST)
+    assert held_out.result.samples < 32, "some are held out"
+    assert codes(held_out.result) == ["few-samples"]
+    assert codes(held_out) == []
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_constant_data(tmp_path, value):
+    data = [{"x": np.full((1, 8, 8, 8), value, np.float32)}] * 32
+    assert f"(x is {value:g})" in text_of(quantized(tmp_path, chain(), data), "constant-data")
+
+
+def test_one_constant_input_of_two_is_no_warning():
+    summary = DataSummary()
+    summary.add({"x": np.float32([1, 2]), "state": np.zeros((1, 4), np.float32)})
+    m = Maker()
+    model = m.model([("x", [2]), ("state", [1, 4])], [m.matmul(m.add("Add", ["x", "x"]), 2, 2)])
+    graph_plan = plan(qo.prepare(model))
+    assert [each.code for each in _data_warnings(graph_plan, summary)] == ["few-samples"]
+
+
+@pytest.mark.parametrize(
+    ("scale", "factor", "expected"),
+    [(1.0, 1.0, True), (1.0, 1 / 255, False), (0.01, 1.0, False)],
+    ids=["raw pixels", "normalized pixels", "weights for raw pixels"],
+)
+def test_pixels_that_were_not_normalized(tmp_path, scale, factor, expected):
+    rng = np.random.default_rng(0)
+    data = [{"x": (factor * rng.integers(0, 256, (1, 8, 8, 8))).astype(np.float32)} for _ in range(32)]
+    report = quantized(tmp_path, chain(scale=scale), data)
+    assert ("unscaled-data" in codes(report)) == expected
+    if expected:
+        assert "input x holds integers from 0 to 255" in text_of(report, "unscaled-data")
+
+
+def test_a_model_that_normalizes_pixels_itself_is_no_warning(tmp_path):
+    m = Maker()
+    t = m.add("Sub", [m.add("Mul", ["x", m.constant(np.float32(1 / 128))]), m.constant(np.float32(1))])
+    model = m.model([("x", ["n", 8, 8, 8])], [m.conv(t, 8, 64, name="first")])
+    rng = np.random.default_rng(0)
+    data = [{"x": rng.integers(0, 256, (1, 8, 8, 8)).astype(np.float32)} for _ in range(32)]
+    assert "unscaled-data" not in codes(quantized(tmp_path, model, data))
+
+
+def mostly_float():
+    """Five large layers that ONNX Runtime cannot quantize, and a small one that it can."""
+    m = Maker()
+    t = "x"
+    for i in range(5):
+        t = m.add("ConvTranspose", [t, m.constant(weights(8, 8, 3, 3, seed=i))], name=f"up{i}", pads=[1] * 4)
+    return m.model([("x", [1, 8, 8, 8])], [m.conv(m.add("Relu", [t]), 8, 8, name="last")])
+
+
+def test_layers_that_do_not_run_on_integer_kernels(tmp_path):
+    report = quantized(tmp_path, mostly_float(), images(32, batch=1))
+    text = text_of(report, "float-layers")
+    assert text.startswith(
+        "on integer kernels: 1 of 6 layers; the others hold 83% of the weights: up0: ONNX Runtime has"
+    )
+    assert text.endswith("; 2 more: ONNX Runtime has no integer kernel for ConvTranspose")
+    skipped = quantized(tmp_path, chain(), images(32, batch=1), skip="second")
+    assert "float-layers" not in codes(skipped), "the user chose it"
+
+
+def test_weight_only_recipes_count_quantized_layers(tmp_path):
+    m = Maker()
+    t = m.add("Relu", [m.matmul("x", 16, 64, name="odd")])
+    model = m.model([("x", [1, 6, 16])], [m.matmul(t, 64, 64, name="even")])
+    report = quantized(tmp_path, model, None, recipe="w4a16-g64")
+    assert text_of(report, "float-layers").startswith(
+        "quantized: 1 of 2 layers; the others hold 20% of the weights: odd:"
+    )
+    evaluation = qe.quantize_and_evaluate(model, tmp_path / "e.onnx", recipe="w4a16-g64", checks=FAST)
+    assert ("quantized", "1 of 2 layers") in evaluation.facts()
+    assert "float-layers" not in codes(quantized(tmp_path, model, None, recipe="w8a16"))
+
+
+def test_weights_of_4_bits_that_are_stored_in_8(tmp_path):
+    report = quantized(tmp_path, chain(), images(32, batch=1), recipe="w4a8")
+    assert "stores" not in text_of(report, "padded-weights")
+    assert "ONNX files store its weight in 8 bits, not 4: no smaller than 8-bit weights" in text_of(
+        report, "padded-weights"
+    )
+    notes = {line.name: line.note for line in plan(qo.prepare(conv_chain(), low_bits=True), "w4a8").layers}
+    assert notes["second"].startswith("ONNX files store its weight in 8 bits, not 4")
+    assert notes["last"] == "", "8 bits"
+
+
+@pytest.mark.parametrize(
+    ("timing", "expected"),
+    [
+        (Timing(1.0, 1.5, 50, 1, 0.02), True),
+        (Timing(1.0, 1.04, 50, 1, 0.0), False),
+        (Timing(1.0, 1.2, 50, 1, 0.3), False),
+        (Timing(1.0, 0.5, 50, 1, 0.02), False),
+    ],
+    ids=["slower", "equal", "within the spread", "faster"],
+)
+def test_a_slower_model(tmp_path, monkeypatch, timing, expected):
+    monkeypatch.setattr(evaluation_module, "time_models", lambda *_args, **_options: timing)
+    checks = FAST._replace(time=True)
+    evaluation = qe.quantize_and_evaluate(chain(), tmp_path / "q.onnx", images(32, batch=1), checks=checks)
+    assert codes(evaluation) == (["slower"] if expected else [])
+    facts = dict(qr.build_from_evaluation(evaluation).facts)
+    assert ("Warning: slower" in facts) == expected
+    if expected:
+        assert "1.00 ms -> 1.50 ms (1.5x slower, 1 thread, 50 runs, ±2 %)" in facts["Warning: slower"]
+        assert "--prefer speed" in facts["Warning: slower"]
+
+
+def test_a_slower_weight_only_model_gets_another_advice(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation_module, "time_models", lambda *_args, **_options: Timing(1.0, 1.5, 50, 1))
+    checks = FAST._replace(time=True)
+    evaluation = qe.quantize_and_evaluate(chain(), tmp_path / "q.onnx", recipe="w8a16", checks=checks)
+    assert text_of(evaluation, "slower").endswith("Weight-only recipes make files smaller, not faster: use w8a8")
+
+
+def test_warnings_print_as_text():
+    assert str(QuantizeWarning("slower", "a text")) == "a text"
