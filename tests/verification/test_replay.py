@@ -126,7 +126,7 @@ def test_what_was_decided_is_listed(file):
     assert report.replay.decided == (
         "target onnxruntime, opset 17",
         "1 weight format: 2 int8/axis1/symmetric/onnx [qmin=-64, qmax=64]",
-        "2 activation scales with zero point: scales from 0.0188 to 0.0333",
+        "2 activation scales with zero point: scales from 0.0189 to 0.0333",
     )
     assert "accepted within bounds: 2 activation scales with zero point" in str(report)
 

@@ -41,7 +41,7 @@ from detent.onnx.calibration import (
     range_decisions,
     tensor_groups,
 )
-from detent.onnx.clipping import unclip
+from detent.onnx.clipped_ranges import unclip
 from detent.onnx.decisions import Decisions, Equalized, QuantizerPlacement, Smoothed
 from detent.onnx.fast_kernels import FLOAT_REASON, choose_last_layers, choose_wide, multiplications
 from detent.onnx.float_fallback import NoiseByLayer, choose_float

@@ -1,4 +1,4 @@
-"""Clipping at the outputs: clipping ranges that increase the noise at the model's outputs become min-max ranges.
+"""Clipped ranges: those that increase the noise at the outputs of the model become min-max ranges.
 
 ``choose_clipped`` compares both ranges at the layers that read a tensor. That can be wrong: large values may matter
 more in later layers, and no layer reads some tensors. So the noise at the outputs decides. First all tensors are
