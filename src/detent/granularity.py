@@ -66,7 +66,7 @@ class Tiling:
     scale_shape: Shape
 
     def __hash__(self) -> int:
-        """Return a cached hash, because every call looks up its kernel with the tiling as a key."""
+        """Return a cached hash: every quantization looks up its kernel with the tiling as a key."""
         return self._hash
 
     @cached_property

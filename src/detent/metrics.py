@@ -190,7 +190,7 @@ class OutputComparison:
 
     @property
     def agreement_counts(self) -> tuple[int, int]:
-        """The number of samples with the same class, and the number of samples; (0, 0) without ``agreement``."""
+        """The number of samples with the same class, and the number of samples; (0, 0) if ``agreement`` is None."""
         return (0, 0) if self.agreement is None else (self._agreeing, self._rows)
 
     @property

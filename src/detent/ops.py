@@ -300,8 +300,8 @@ def fake_quantize_dynamic(
     low, high, nonfinite = minmax(data, tiling)
     if (low > high).any():
         raise RangeError(
-            f"x has no finite value in {int((low > high).sum())} of {low.size} parameter sets, and is not finite in "
-            f"{nonfinite} of {data.size} elements: clean the data"
+            f"{nonfinite} of {data.size} elements of x are NaN or infinite, so {int((low > high).sum())} of {low.size} "
+            "scales have no finite element: remove these elements, or use a coarser granularity"
         )
     params = QuantParams.from_range(spec, low, high, dtype=compute_dtype(data.dtype))
     plan = find_plan("fake_quantize", data.shape, data.dtype, spec)

@@ -390,5 +390,5 @@ def check_axis(spec: QuantSpec, weight: str, shape: tuple[int, ...]) -> None:
     if isinstance(kind, PerAxis | PerGroup) and not -rank <= kind.axis < rank:
         raise SpecError(
             f"the recipe sets the spec {spec} for {weight}, but the weight's shape {shape} has no axis {kind.axis}: "
-            "use channel for output channels, or change which layers the rule matches"
+            "use 'channel' for one scale per output channel, or change which layers the rule matches"
         )

@@ -372,7 +372,7 @@ def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
         for part in slices:
             part.indices(1)
     except (TypeError, ValueError) as fault:
-        raise ShapeError(f"index {index!r} is not a slice of an array: {fault}") from fault
+        raise ShapeError(f"cannot index a QuantizedTensor with {index!r}: {fault}") from fault
     return slices
 
 

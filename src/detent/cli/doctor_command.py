@@ -38,7 +38,9 @@ def run(
     everything: Annotated[
         bool,
         typer.Option(
-            "--all", help="List the kernel of each operation and type, and all conventions.", rich_help_panel=OUTPUT
+            "--all",
+            help="List the kernel of each operation and type, and all conventions for scales and rounding.",
+            rich_help_panel=OUTPUT,
         ),
     ] = False,
     as_json: AsJson = False,

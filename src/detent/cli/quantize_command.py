@@ -102,7 +102,7 @@ def run(
         typer.Option(
             "--prefer",
             metavar="NAME",
-            help="Weight bits: speed (7), balanced (mostly 7) or accuracy (8).",
+            help="Use 7 of 8 weight bits: always (speed), mostly, never (accuracy).",
             rich_help_panel=ACCURACY,
         ),
     ] = "balanced",

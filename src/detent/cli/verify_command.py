@@ -22,10 +22,10 @@ __all__ = ["EXAMPLE", "HELP", "run"]
 HELP = """Verify a quantized file against its float model.
 
 Level 1 (replay) quantizes the float model again with the decisions recorded in the file, and compares the result with \
-the file bit for bit. It needs no data and takes seconds. Level 2 (execution) runs the file and the \
-fake-quantized float model on the data, and compares codes and outputs. After each quantizer, both models continue \
-with the codes of the file, so that errors do not spread. Level 3 (integer kernels) compares the integer kernels of \
-this machine with exact arithmetic. Levels 2 and 3 need --data. The exit code is 1 on a mismatch."""
+the file bit for bit. It needs no data and takes seconds. Level 2 (execution) runs the file and the fake-quantized \
+float model on the data, and compares codes and outputs. After each quantizer, both models continue with the codes \
+that the file computed, so that errors do not spread. Level 3 (integer kernels) compares the integer kernels of this \
+machine with exact arithmetic. Levels 2 and 3 need --data. The exit code is 1 on a mismatch."""
 EXAMPLE = "detent verify model.onnx model.w8a8.onnx --data calibration.npz"
 
 

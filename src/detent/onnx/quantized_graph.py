@@ -134,7 +134,7 @@ def insert(
         params: parameters by tensor name; they replace parameters from the calibration.
         biases: biases by layer name; they replace biases of the model.
         source: digest of the float model, for the metadata.
-        options: options as JSON, for the metadata.
+        options: the options of ``qo.decide`` as JSON, for the metadata.
 
     Raises:
         NotCalibratedError: the plan quantizes activations, and ``calibration`` is missing.

@@ -104,7 +104,7 @@ def element_type(format: Format, least: int = 4) -> int:
         bits = next((bits for bits in (4, 8, 16) if bits >= max(format.bits, least)), None)
         name = f"{'' if format.signed else 'U'}INT{bits}" if bits else ""
     if not name:
-        raise UnsupportedError(f"ONNX has no type for the codes of {format.name}")
+        raise UnsupportedError(f"ONNX has no type for the codes of {format.name}: use another format, such as int8")
     return int(TensorProto.DataType.Value(name))
 
 

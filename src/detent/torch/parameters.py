@@ -407,7 +407,10 @@ class ParameterState(nn.Module):
         got = f"{state.dtype} of shape {tuple(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
         try:
             if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > MAX_EXTRA_STATE_BYTES:
-                raise StateError(f"got {got}, expected a uint8 tensor of at most {MAX_EXTRA_STATE_BYTES} elements")
+                raise StateError(
+                    f"got {got}, expected a uint8 tensor of at most {MAX_EXTRA_STATE_BYTES} elements, as state_dict() "
+                    "returns it"
+                )
             saved = parse(bytes(state.cpu().tolist()).decode(), "their JSON")
             spec, mode = QuantSpec.from_json(saved["spec"]), ScaleMode.from_json(saved["mode"])
         except (KeyError, TypeError, ValueError, RecursionError) as error:

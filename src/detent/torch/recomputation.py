@@ -1,4 +1,4 @@
-"""Recomputation: activation checkpointing repeats forward passes in backward, with the values of the first pass.
+"""Recomputation: a forward pass that activation checkpointing repeats has the ranges and counters of the first pass.
 
 The first forward pass changes state: EMA ranges, the counter of stochastic rounding, batch norm statistics. The
 repeated pass must not change state, and must use the values of its own first pass. These values need not be the newest,

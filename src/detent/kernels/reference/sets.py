@@ -137,7 +137,10 @@ def error_sum(term: Term, x: Any, y: Any, factor: Factor = ONE, second_factor: F
 
 
 def largest_error(term: Term, x: Any, y: Any) -> Any:
-    """Return the largest magnitude of x ("value") or of the error x - y; NaN if any is NaN, 0 if x is empty."""
+    """Return the largest magnitude: of x if ``term`` is "value", or else of the error x - y.
+
+    The result is NaN if any element is NaN, and 0 if x is empty.
+    """
     xp = array_namespace(x, y)
     a, b = xp.astype(x, xp.float64), xp.astype(y, xp.float64)
     sizes = xp.reshape(xp.abs(a if term == "value" else a - b), (-1,))
