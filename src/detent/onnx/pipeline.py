@@ -334,7 +334,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         smooth: apply SmoothQuant to matmuls where it helps.
         prefer: "balanced" stores weights with 7 bits, because fast kernels are exact on every CPU then. The few layers
             that lose the most accuracy get 8 bits. "speed" stores all weights with 7 bits, "accuracy" all with 8 bits.
-            Targets for VNNI ignore this option: their fast kernels are exact with 8 bits.
+            Targets for VNNI always store 8 bits: their fast kernels are exact then. "accuracy" also keeps the outputs
+            of last convolutions in float, for all targets.
         memory_budget: maximum bytes of activations in memory; a small budget needs several passes over the data.
         progress: whether to show a progress bar on a terminal (None means True), or a callback f(batches_done, total);
             total is None if unknown.
