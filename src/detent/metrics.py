@@ -123,12 +123,12 @@ class OutputComparison:
         self._powers: dict[str, SignalNoise] = {}
         self._equal: dict[str, tuple[int, int]] = {}  # equal elements, all elements
         self._skipped: dict[str, list[str]] = {}  # reasons, one per batch
-        self._agreeing = self._rows = self._batches = self.samples = 0
+        self._agreeing = self._rows = self.batches = self.samples = 0
         self._sample_powers: dict[str, list[tuple[Array, Array]]] = {}  # signal and noise of samples, by batch
 
     def add(self, expected: Sequence[Array], got: Sequence[Array], samples: int = 1) -> None:
         """Add a batch of ``samples``; ``expected`` has the outputs of the first model, ``got`` those of the second."""
-        self._batches += 1
+        self.batches += 1
         self.samples += samples
         for i, (name, x, y) in enumerate(zip(self._names, expected, got, strict=True)):
             reason = self._problem(x, y)
@@ -219,7 +219,7 @@ class OutputComparison:
         """Each output that was not compared on some batches, with the first reason."""
         texts = {}
         for name, reasons in self._skipped.items():
-            part = "" if len(reasons) == self._batches else f", on {len(reasons)} of {self._batches} batches"
+            part = "" if len(reasons) == self.batches else f", on {len(reasons)} of {self.batches} batches"
             texts[name] = f"{reasons[0]}{part}"
         return texts
 

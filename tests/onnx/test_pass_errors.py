@@ -21,7 +21,7 @@ PASSES = {
     "corrected_biases": "bias correction",
     "layer_decisions": "choosing weight scales",
     "rewrite": "rewriting",
-    "_compare_outputs": "comparing outputs",
+    "compare_outputs": "comparing outputs",
     "save": "writing",
 }
 

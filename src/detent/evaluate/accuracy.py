@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from detent.errors import SpecError
 from detent.metrics import OutputComparison, worst_output
+from detent.onnx.pipeline import compare_outputs
 from detent.onnx.quality_warnings import QuantizeWarning, accuracy_warnings
-from detent.onnx_model.batches import Batches, BatchSource, Feed, open_batches, samples_in
+from detent.onnx_model.batches import Batches, BatchSource, Feed, open_batches
 from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 from detent.tables import counted
@@ -138,18 +139,12 @@ def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSour
     (27.2, 1.0)
     """
     float_model, quantized = load_model(source), load_model(artifact)
-    sessions = make_session(float_model), make_session(quantized)
-    names, count = array_outputs(quantized.proto), 0
-    comparison = OutputComparison(names)
-    for feed in open_batches(data, float_model.inputs):
-        with ort_errors():
-            before, after = (session.run(names, feed) if names else [] for session in sessions)
-        comparison.add(before, after, samples_in(feed))
-        count += 1
+    names = array_outputs(quantized.proto)
+    comparison = compare_outputs(float_model, quantized, names, open_batches(data, float_model.inputs))
     return Accuracy(
         comparison.sqnr_db,
         comparison.agreement,
-        count,
+        comparison.batches,
         comparison.equal_shares,
         comparison.not_compared,
         comparison.samples,

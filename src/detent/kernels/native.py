@@ -322,8 +322,6 @@ def best_scales(
 ) -> tuple[Array, Array, Array] | None:
     if refusal(problem) is not None or problem.dtype not in DTYPES:
         return None
-    if not hasattr(_native.Runner, "best_scales"):  # type: ignore[union-attr]  # an extension built before this kernel
-        return None
     best_scale, best_zero = (np.empty(each.shape, each.dtype) for each in start)
     errors = np.zeros(best_scale.shape)
     exponents_only = problem.spec.scale_format == "e8m0"

@@ -30,7 +30,7 @@ from detent.onnx.decisions import QuantizerPlacement, RangeDecision, scaled
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.layer_error import IsolatedLayers, noise
 from detent.onnx.quality_warnings import DataSummary
-from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
+from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches, samples_in
 from detent.onnx_model.graph import Graph, reads
 from detent.onnx_model.sessions import record, tensor_nbytes
 from detent.ops import fake_quantize
@@ -46,7 +46,7 @@ __all__ = [
     "check_passes",
     "choose_clipped",
     "choose_params",
-    "first_samples",
+    "first_batches",
     "observed_tensors",
     "range_decisions",
     "tensor_groups",
@@ -212,21 +212,15 @@ class _SampledBatches:
             size += sum(array.nbytes for array in feed.values())
             if not self.samples or (samples < MAX_SAMPLES and size <= MAX_SAMPLE_BYTES):
                 self.samples.append(dict(feed))
-                samples += sample_count(feed)
+                samples += samples_in(feed)
             yield feed
 
 
-def sample_count(feed: Feed) -> int:
-    """Return the number of samples in a batch: the length of the first axis of its arrays, if they agree."""
-    lengths = {array.shape[0] for array in feed.values() if array.ndim}
-    return lengths.pop() if len(lengths) == 1 else 1
-
-
-def first_samples(batches: Sequence[Feed], count: int) -> Sequence[Feed]:
+def first_batches(batches: Sequence[Feed], count: int) -> Sequence[Feed]:
     """Return the first batches that together hold at least ``count`` samples; all batches if they hold fewer."""
     total = 0
     for number, feed in enumerate(batches):
-        total += sample_count(feed)
+        total += samples_in(feed)
         if total >= count:
             return batches[: number + 1]
     return batches

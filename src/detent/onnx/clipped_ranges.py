@@ -8,7 +8,7 @@ drops.
 
 from collections.abc import Collection, Iterable
 
-from detent.onnx.calibration import Calibration, activation_params
+from detent.onnx.calibration import MAX_REMAINING_NOISE, Calibration, activation_params
 from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.float_fallback import NoiseByLayer
 from detent.params import QuantParams
@@ -16,7 +16,6 @@ from detent.params import QuantParams
 __all__ = ["unclip"]
 
 MAX_MEASUREMENTS = 16  # of the noise at the outputs
-MAX_REMAINING_NOISE = 0.98  # a change must remove at least 2 % of the noise
 
 
 def unclip(

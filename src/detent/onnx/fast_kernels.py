@@ -10,12 +10,12 @@ Two choices depend on the data, and are made here:
   Together, these layers do a small part of the multiplications.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from detent.onnx.float_fallback import NoiseByLayer
+from detent.onnx.float_fallback import NoiseByLayer, search_by_halves
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, Preference
 from detent.onnx_model.sessions import FLOAT_NBYTES, tensor_nbytes
 
@@ -104,20 +104,11 @@ def choose_wide(noise: NoiseByLayer, plan: GraphPlan, work: Mapping[str, float])
     cheap = [name for name in lines if work[name] <= MAX_WIDE_WORK * total]
     if narrow <= ACCEPTED_NOISE * wide or not cheap:
         return {}
-    gains: dict[str, float] = {}
 
-    def search(names: list[str]) -> None:
-        gain = (narrow - noise.noise_with({name: _wide(lines[name]) for name in names})) / narrow
-        if gain < MIN_GAIN:
-            return
-        if len(names) == 1:
-            gains[names[0]] = gain
-            return
-        half = len(names) // 2
-        search(names[:half])
-        search(names[half:])
+    def gain(names: Sequence[str]) -> float:
+        return (narrow - noise.noise_with({name: _wide(lines[name]) for name in names})) / narrow
 
-    search(cheap)
+    gains = search_by_halves(cheap, gain, MIN_GAIN)
     chosen: dict[str, float] = {}
     remaining, spare = narrow, MAX_WIDE_WORK * total
     for name in sorted(gains, key=lambda name: -gains[name] / (work[name] + 1)):

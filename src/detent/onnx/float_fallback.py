@@ -12,7 +12,7 @@ first, and only noisy groups are split further.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +27,7 @@ from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.spec import QuantSpec
 
-__all__ = ["NoiseByLayer", "choose_float"]
+__all__ = ["NoiseByLayer", "choose_float", "search_by_halves"]
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +73,9 @@ class NoiseByLayer:
 
     def __init__(self, plan: GraphPlan, params: Mapping[str, QuantParams], samples: Sequence[Feed]) -> None:
         self.layers = [line.name for line in plan.quantized]
+        self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
+        self._rounded: dict[tuple[str, QuantSpec | None], Array] = {}  # weights, by layer and spec
+        self._weights: dict[str, LayerPlan] = {}
         self.set_weights(plan)
         self._owners = {tensor: _owners(plan, tensor, self.layers) for tensor in params}
         self._samples = samples
@@ -106,9 +109,12 @@ class NoiseByLayer:
 
     def set_weights(self, plan: GraphPlan) -> None:
         """Use the weight specs of ``plan``, which must otherwise equal the plan that was passed on creation."""
-        self._plan, self._weights = plan, {line.name: line for line in plan.quantized if line.weight is not None}
-        self._rounded: dict[tuple[str, QuantSpec | None], Array] = {}
-        self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
+        weights = {line.name: line for line in plan.quantized if line.weight is not None}
+        if weights != self._weights:
+            self._ratios.clear()
+        self._plan, self._weights = plan, weights
+        used = {(name, line.weight) for name, line in weights.items()}
+        self._rounded = {key: array for key, array in self._rounded.items() if key in used}
 
     def set_params(self, params: Mapping[str, QuantParams]) -> None:
         """Replace the parameters of some tensors in all further measurements."""
@@ -148,22 +154,8 @@ class NoiseByLayer:
 
     def worst(self, share: float) -> dict[str, float]:
         """Return the noise share of each layer that causes at least ``share`` of the noise on the first sample."""
-        total = self.noise_without(samples=SEARCH_SAMPLES)
-        shares: dict[str, float] = {}
-
-        def search(names: list[str]) -> None:
-            caused = self.noise(names, SEARCH_SAMPLES) / max(total, 1e-30)
-            if caused < share or not names:
-                return
-            if len(names) == 1:
-                shares[names[0]] = caused
-                return
-            half = len(names) // 2
-            search(names[:half])
-            search(names[half:])
-
-        search(self.layers)
-        return shares
+        total = max(self.noise_without(samples=SEARCH_SAMPLES), 1e-30)
+        return search_by_halves(self.layers, lambda names: self.noise(names, SEARCH_SAMPLES) / total, share)
 
     def _parts(self, layers: Iterable[str]) -> frozenset[str]:
         """Return the names of some layers, and of the activations whose Q/DQ pairs belong to these layers."""
@@ -203,6 +195,22 @@ class NoiseByLayer:
         if key not in self._rounded:
             self._rounded[key] = fake_quantize(self._model.weights[name], self._plan.weight_params(line))
         return self._rounded[key]
+
+
+def search_by_halves(
+    names: Sequence[str], share_of: Callable[[Sequence[str]], float], least: float
+) -> dict[str, float]:
+    """Return the names whose share is at least ``least``, with their shares.
+
+    ``share_of`` measures several names together. Only halves with a large share are split further.
+    """
+    share = share_of(names) if names else 0.0
+    if share < least or not names:
+        return {}
+    if len(names) == 1:
+        return {names[0]: share}
+    half = len(names) // 2
+    return search_by_halves(names[:half], share_of, least) | search_by_halves(names[half:], share_of, least)
 
 
 def _flag(tensor: str) -> str:

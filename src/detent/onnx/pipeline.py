@@ -36,7 +36,7 @@ from detent.onnx.calibration import (
     check_passes,
     choose_clipped,
     choose_params,
-    first_samples,
+    first_batches,
     observed_tensors,
     range_decisions,
     tensor_groups,
@@ -70,7 +70,7 @@ from detent.rule import ObserverLike, get_observer_spec
 from detent.storage import check_directory
 from detent.tables import html_table, short_name, table_lines
 
-__all__ = ["LayerReport", "QuantizeReport", "decide", "output_sqnr", "quantize"]
+__all__ = ["LayerReport", "QuantizeReport", "compare_outputs", "decide", "output_sqnr", "quantize"]
 
 _log = logging.getLogger(__name__)
 
@@ -374,7 +374,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         quantized = rewrite(original, decided.decisions)
     samples = decided.samples[:EVALUATION_BATCHES] if compare else ()
     with running("comparing outputs"):
-        comparison = _compare_outputs(original, quantized, samples)
+        names = array_outputs(quantized) if samples else []
+        comparison = compare_outputs(original, quantized, names, samples) if names else OutputComparison(())
     with running("writing"):
         return _finish(path, decided, original.nbytes, quantized, comparison, start)
 
@@ -548,23 +549,31 @@ def _choose_ranges(
     calibration: Calibration,
     isolated: IsolatedLayers,
     options: _Options,
-) -> tuple[dict[str, QuantParams], set[str] | None, NoiseByLayer]:
+) -> tuple[dict[str, QuantParams], set[str] | None, NoiseByLayer | None]:
     """Choose the parameters of activations.
 
-    Returns the parameters by group, the clipped groups (None for all), and the measurement of noise at the outputs.
+    Returns the parameters by group, the clipped groups (None for all), and the measurement of noise at the outputs
+    (None if no pass needs it).
     """
     clipped = choose_clipped(graph_plan, calibration, placements, isolated) if options.observer is None else None
     params = choose_params(placements, calibration, clipped)
-    noise = NoiseByLayer(graph_plan, params, first_samples(calibration.samples, FALLBACK_SAMPLES))
-    if clipped:
-        unclipped = unclip(noise, placements, calibration, clipped)
+    if not clipped and not _can_widen(graph_plan, options) and options.keep_float == "none":
+        return params, clipped, None
+    noise = NoiseByLayer(graph_plan, params, first_batches(calibration.samples, FALLBACK_SAMPLES))
+    unclipped = unclip(noise, placements, calibration, clipped) if clipped else {}
+    if clipped and unclipped:
         noise.set_params(unclipped)
         params, clipped = params | unclipped, clipped - set(unclipped)
     return params, clipped, noise
 
 
+def _can_widen(graph_plan: GraphPlan, options: _Options) -> bool:
+    """Whether weights can get 8 instead of 7 bits."""
+    return options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
+
+
 def _choose_precision(
-    graph_plan: GraphPlan, noise: NoiseByLayer, work: Mapping[str, float], options: _Options
+    graph_plan: GraphPlan, noise: NoiseByLayer | None, work: Mapping[str, float], options: _Options
 ) -> tuple[GraphPlan, dict[str, float], dict[str, float]]:
     """Choose the layers with 8-bit weights, and those to keep in float.
 
@@ -572,8 +581,9 @@ def _choose_precision(
     """
     widened: dict[str, float] = {}
     shares: dict[str, float] = {}
-    can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
-    if can_widen:
+    if noise is None:
+        return graph_plan, widened, shares
+    if _can_widen(graph_plan, options):
         with running("choosing weight bits"):
             widened = choose_wide(noise, graph_plan, work)
             graph_plan = graph_plan.widened(widened)
@@ -651,19 +661,18 @@ def _needs_low_bits(recipe: Recipe) -> bool:
 
 def output_sqnr(before: ModelSource, after: ModelProto, feeds: Iterable[Feed]) -> dict[str, float]:
     """Measure the SQNR of every float output in dB over some batches."""
-    return _compare_outputs(before, after, list(feeds)).sqnr_db
-
-
-def _compare_outputs(before: ModelSource, after: ModelProto, feeds: Sequence[Feed]) -> OutputComparison:
-    """Compare the outputs of two models over some batches."""
     names = array_outputs(after)
-    comparison = OutputComparison(names)
-    if not names or not feeds:
-        return comparison
-    sessions = make_session(before), make_session(after)
+    return compare_outputs(before, after, names, feeds).sqnr_db if names else {}
+
+
+def compare_outputs(
+    before: ModelSource, after: ModelSource, names: Sequence[str], feeds: Iterable[Feed]
+) -> OutputComparison:
+    """Run two models on some batches, and compare the named outputs."""
+    sessions, comparison = (make_session(before), make_session(after)), OutputComparison(names)
     for feed in feeds:
         with ort_errors():
-            expected, got = (session.run(names, feed) for session in sessions)
+            expected, got = (session.run(names, feed) if names else [] for session in sessions)
         comparison.add(expected, got, samples_in(feed))
     return comparison
 
