@@ -96,6 +96,25 @@ def test_inputs_without_outliers_are_not_smoothed():
     assert not done
 
 
+@pytest.mark.parametrize("zero", ["data", "weight"])
+def test_tensors_without_error_are_not_smoothed(zero):
+    m = Maker()
+    weight = np.zeros((32, 16), np.float32) if zero == "weight" else None
+    model = m.model([("x", [1, "n", 32])], [m.matmul("x", 32, 16, name="fc", weight=weight)])
+    feeds = [{"x": feed["x"] * (zero == "weight")} for feed in rows(width=32, length=64)]
+    assert smoothquant.choose(qo.plan(qo.prepare(model)), feeds) == ()
+
+
+@pytest.mark.parametrize("zero", ["data", "weight"])
+def test_tensors_without_error_are_not_equalized(zero):
+    m = Maker()
+    uneven = weights(16, 8, 1, 1) * np.logspace(-2.5, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
+    t = m.add("Relu", [m.conv("x", 8, 16, 1, weight=uneven, bias=False, name="before")])
+    weight = np.zeros((4, 16, 3, 3), np.float32) if zero == "weight" else None
+    model = m.model([("x", [2, 8, 16, 16])], [m.conv(t, 16, 4, weight=weight, name="behind")])
+    assert equalization.choose(qo.plan(qo.prepare(model)), images(side=16, scale=zero == "weight")) == ()
+
+
 def test_bias_correction_removes_the_mean_error():
     m = Maker()
     t = m.add("Relu", [m.conv("x", 8, 16, name="first")])

@@ -206,11 +206,13 @@ def _best_strength(
         return total
 
     baseline = error(np.ones(len(largest)))
+    if baseline == 0:  # for example, all weights are zero
+        return None
     best: tuple[float, Array, float] | None = None
     is_lossless = all(layer.depthwise and _is_per_channel(line) for layer, line in zip(layers, readers, strict=True))
     for strength in STRENGTHS[-1:] if is_lossless else STRENGTHS:
         factors = _factors(largest, strength)
-        ratio = error(factors) / max(baseline, 1e-30)
+        ratio = error(factors) / baseline
         if best is None or ratio < best[2]:
             best = strength, factors, ratio
     return best if best is not None and best[2] < MAX_REMAINING_NOISE else None

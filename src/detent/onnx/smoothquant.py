@@ -105,7 +105,7 @@ def _matrix(graph: Graph, layer: Layer) -> Array:
 def _best_strength(
     halves: tuple[Array, Array], weights: list[Array], specs: list[tuple[QuantSpec, QuantSpec]]
 ) -> tuple[float, Array, float] | None:
-    """Return the best strength, its factors, and the fraction of the noise that remains."""
+    """Return the best strength, its factors, and the fraction of noise that remains; None if there is no noise."""
     whole = np.concatenate(halves)
     references = [[x @ weight for weight in weights] for x in halves]
     powers = [[max(noise(each, np.zeros_like(each)), 1e-30) for each in half] for half in references]
@@ -130,10 +130,12 @@ def _best_strength(
 
     ones = np.ones(whole.shape[1])
     baseline = error(ones, 0) + error(ones, 1)
+    if baseline == 0:  # for example, all values are zero
+        return None
     best: tuple[float, Array, float] | None = None
     for strength in STRENGTHS:
         unseen = [error(_factors(largest(halves[1 - half]), largest_w, strength), half) for half in (0, 1)]
-        ratio = sum(unseen) / max(baseline, 1e-30)
+        ratio = sum(unseen) / baseline
         if best is None or ratio < best[2]:
             best = strength, _factors(largest(whole), largest_w, strength), ratio
     return best
