@@ -366,7 +366,9 @@ def test_ranking_has_limits(desk, monkeypatch, capsys, seconds, expected):
     out, err = capsys.readouterr()
     assert given == expected
     assert ("--skip head" in out) == (seconds[-1] == 1)
-    assert ("sensitivity not measured: it would take too long (3 layers" in err) == (seconds[-1] != 1)
+    assert ("sensitivity of layers was not measured: the measurement would take too long (3 layers" in err) == (
+        seconds[-1] != 1
+    )
 
 
 def test_folder_of_batches(desk):

@@ -68,7 +68,9 @@ def test_the_worst_output_is_compared_with_the_limit(done):
     assert "output b is nan dB" in nan.missed_limits(0.5)[0]
     assert nan.missed_limits(None, 0.6) == ["the top-1 agreement is 0.5, below the limit of 0.6"]
     unknown = replace(evaluation, accuracy=None)
-    assert unknown.missed_limits(1.0) == ["the SQNR was not measured, so the limit of 1 dB is not met"]
+    assert unknown.missed_limits(1.0) == [
+        "the SQNR was not measured, so the limit of 1 dB is not met: an SQNR needs data and a float output"
+    ]
     assert "the top-1 agreement was not measured" in unknown.missed_limits(None, 0.5)[0]
 
 
@@ -114,7 +116,7 @@ def test_a_check_that_fails_is_a_warning(tmp_path, monkeypatch):
     assert [each.text.partition(":")[0] for each in result.warnings if each.code == "not-run"] == [
         "the models were not timed",
         "the quantized model was not verified",
-        "sensitivity not measured",
+        "the sensitivity of layers was not measured",
     ]
     assert (tmp_path / "a.onnx").is_file()
 

@@ -7,9 +7,9 @@ False.
 SQNR = 10 log10(sum x^2 / sum (x - y)^2) in dB, over all batches. x is an output of the float model, and y is the same
 output of the quantized model. Only outputs of a float type have an SQNR. Top-1 agreement is the share of samples for
 which both models predict the same class. For this, the first output must have one row of class scores, or one label,
-per sample. Other outputs of integers have the share of equal elements. If the shapes of an output differ, the output is
-not compared on that batch, and ``Accuracy.not_compared`` says so.
-Labels are not used: both metrics compare with the float model.
+per sample. For other outputs of integers, the metric is the share of equal elements. If the two models return different
+shapes for an output, that output is not compared on that batch, and ``Accuracy.not_compared`` says so. True labels are
+not used: all metrics compare with the float model.
 """
 
 from collections.abc import Mapping

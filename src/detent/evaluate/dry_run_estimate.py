@@ -10,8 +10,9 @@ the file of the dry run has the final size, and the dry run needs as much memory
 
 The factor 1.4 covers differences of up to a fifth between two runs, caused by allocators and the start of threads. A
 formula based on tensor sizes would be less accurate: the memory of ONNX Runtime depends on its version, on threads and
-on the CPU. In this process, quantization might reuse memory that is already allocated, so the measured growth would be
-too small. And if memory runs out, only the other process is killed.
+on the CPU. Another process is used for two reasons. The caller's process may already have free memory, which
+quantization would reuse, so the measured growth would be too small. And if memory runs out, only the other process is
+killed.
 """
 
 import json

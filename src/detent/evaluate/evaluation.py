@@ -77,8 +77,8 @@ class Evaluation:
         sensitivity: output noise with one layer quantized at a time; None if it was not requested, could not run, or
             would take too long.
         hints: suggestions for a faster model.
-        warnings: those of ``result``, with accuracy on the evaluation batches; a slower model; checks that could not
-            run.
+        warnings: the warnings of ``result``, but those about accuracy are measured on the evaluation batches. Further
+            warnings are about a slower model, and about checks that could not run.
     """
 
     source: LoadedModel
@@ -108,17 +108,22 @@ class Evaluation:
         if min_sqnr_db is not None:
             limit = f"the limit of {min_sqnr_db:g} dB"
             if sqnr_db is None:
-                missed.append(f"the SQNR was not measured, so {limit} is not met")
+                missed.append(
+                    f"the SQNR was not measured, so {limit} is not met: an SQNR needs data and a float output"
+                )
             elif not sqnr_db >= min_sqnr_db:  # True for NaN
                 missed.append(f"the SQNR of output {accuracy.worst_output} is {sqnr_db:.1f} dB, below {limit}")
         if min_agreement is not None:
             limit = f"the limit of {min_agreement:g}"
             if agreement is None:
-                missed.append(f"the top-1 agreement was not measured, so {limit} is not met")
+                missed.append(
+                    f"the top-1 agreement was not measured, so {limit} is not met: agreement needs data, and class "
+                    "scores or labels in the first output"
+                )
             elif agreement < min_agreement:
                 missed.append(f"the top-1 agreement is {agreement:.4g}, below {limit}")
         if self.verification is not None and not self.verification.ok:
-            missed.append("the quantized model does not match its source")
+            missed.append("the quantized model does not match the float model: for details, run detent verify")
         return missed
 
     def facts(self) -> list[tuple[str, str]]:
@@ -385,7 +390,7 @@ class _Evaluator:
 
         def check_cost(cost: qs.Cost) -> None:
             if cost.seconds_estimate > limit:
-                raise _TooLongError(f"it would take too long ({cost}): run detent sensitivity to measure it")
+                raise _TooLongError(f"the measurement would take too long ({cost}): run detent sensitivity")
 
         for samples in (RANKING_SAMPLES, 1):
             try:
@@ -399,7 +404,7 @@ class _Evaluator:
                 )
             except (_TooLongError, DetentError) as error:
                 error_text = str(error)
-        self._warn(f"sensitivity not measured: {error_text}")
+        self._warn(f"the sensitivity of layers was not measured: {error_text}")
         return None
 
     def _hints(self, timing: Timing | None) -> tuple[str, ...]:

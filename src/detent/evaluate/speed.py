@@ -1,8 +1,9 @@
 """Speed of two models in ONNX Runtime.
 
 Runs of the two models alternate, so that other load on the machine slows both. With one thread, CPU time is measured,
-which does not count time in which other processes run; with several threads, wall time. The medians are compared. The
-spread is that of the ratios of adjacent runs. Loading and the first run, which allocates memory, are not timed.
+which does not count time in which other processes run. With several threads, wall time is measured. The medians are
+compared. The spread is computed from the ratios of adjacent runs. Loading and the first run, which allocates memory,
+are not timed.
 """
 
 import re
@@ -199,7 +200,9 @@ def random_inputs(model: ModelSource, shapes: Mapping[str, tuple[int, ...]] | No
 def _random_array(info: InputInfo, shape: tuple[int, ...] | None, rng: np.random.Generator) -> NDArray[Any]:
     if shape is None:
         if info.shape is None:
-            raise SpecError(f"the model does not declare the rank of input {info.name!r}: pass --shape {info.name}=...")
+            raise SpecError(
+                f"the model does not declare the rank of input {info.name!r}: pass --shape {info.name}=SIZES"
+            )
         shape = tuple(size or DEFAULT_SIZE for size in info.shape)
     info.check(info.dtype, shape, "--shape")
     if prod(shape) > MAX_RANDOM_ELEMENTS:
