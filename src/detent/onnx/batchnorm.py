@@ -20,7 +20,7 @@ __all__ = ["fold"]
 
 Array = NDArray[Any]
 FOLDED = ("Conv", "ConvTranspose")
-EPSILON = 1e-5  # BatchNormalization's default
+EPSILON = 1e-5  # default epsilon of BatchNormalization
 
 
 def fold(graph: Graph) -> int:

@@ -180,8 +180,8 @@ def check_passes(groups: Sequence[Sequence[str]], resume_file: str | PathLike[st
     """Reject a resume file if calibration needs several passes over the data."""
     if resume_file is not None and len(groups) > 1:
         raise SpecError(
-            f"resume_file works with one pass over the data, but memory_budget needs {len(groups)}: omit one of these "
-            "arguments"
+            f"resume_file works with one pass over the data, but memory_budget needs {len(groups)} passes: omit one of "
+            "these arguments"
         )
 
 

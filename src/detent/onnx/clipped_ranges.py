@@ -1,7 +1,7 @@
 """Clipped ranges: those that increase the noise at the outputs of the model become min-max ranges.
 
 ``choose_clipped`` compares both ranges at the layers that read a tensor. That can be wrong: large values may matter
-more in later layers, and no layer reads some tensors. So the noise at the outputs decides. First all tensors are
+more in later layers, and some tensors are read by no layer. So the noise at the outputs decides. First all tensors are
 switched to their min-max range together, then each half of them, each quarter, and so on. A switch is kept if the noise
 drops.
 """
@@ -15,7 +15,7 @@ from detent.params import QuantParams
 
 __all__ = ["unclip"]
 
-MAX_MEASUREMENTS = 16  # of the noise at the outputs
+MAX_MEASUREMENTS = 16  # limit on the measurements of the noise at the outputs
 
 
 def unclip(

@@ -234,7 +234,10 @@ class LayerDecision(_ComparedByContent):
             or self.weight_scale is None
             or params.scale.shape != self.weight_scale.shape
         ):
-            raise ParamsError(f"{where}: for {self.weight}, weight_scale must be float32 of shape {params.scale.shape}")
+            raise ParamsError(
+                f"{where}: for {self.weight}, weight_scale must be float32 of shape {params.scale.shape}, got "
+                f"{params.scale.dtype} of shape {np.asarray(self.weight_scale).shape}"
+            )
 
     def _check_bias(self, where: str) -> None:
         bias = self.bias
@@ -242,7 +245,9 @@ class LayerDecision(_ComparedByContent):
             if self.input is None:
                 raise SpecError(f"{where}: bias must be float32, because the input is not quantized; got int32")
             if bias.size and np.abs(bias.astype(np.int64)).max() > MAX_BIAS_CODE:
-                raise SpecError(f"{where}: bias codes must be at most {MAX_BIAS_CODE} in magnitude")
+                raise SpecError(
+                    f"{where}: bias codes must be in -{MAX_BIAS_CODE}..{MAX_BIAS_CODE}, got {bias.min()}..{bias.max()}"
+                )
         elif bias is not None and (bias.dtype != np.float32 or not np.isfinite(bias).all()):
             raise SpecError(f"{where}: bias must be int32 codes or float32 without NaN and infinity, got {bias.dtype}")
         if self.input_range is not None:
@@ -351,7 +356,8 @@ def _factors(where: str, factors: Array, limits: tuple[np.float32, np.float32]) 
     if values.dtype != np.float32 or values.ndim != 1:
         raise SpecError(f"{where}: factors must be a float32 vector, got {values.dtype} of shape {values.shape}")
     if not ((values >= lowest) & (values <= highest)).all():  # comparisons with NaN are false
-        raise SpecError(f"{where}: factors must be in {lowest:g}..{highest:g}")
+        got = f"{values.min():g}..{values.max():g}"
+        raise SpecError(f"{where}: factors must be in {lowest:g}..{highest:g}, got {got}")
     return read_only(values)
 
 
@@ -458,7 +464,7 @@ class Decisions(_ComparedByContent):
                 raise SpecError(f"decisions: {name} must be in {allowed[0]}..{allowed[-1]}, got {value!r}")
 
     def _check_groups(self) -> None:
-        """Reject groups without a range, ranges without a group, and placements before the first one of their group."""
+        """Reject groups without a range, ranges without a group, and placements before their group's first tensor."""
         earlier: dict[str, QuantizerPlacement] = {}
         own = set()
         for each in self.placements:
@@ -470,7 +476,8 @@ class Decisions(_ComparedByContent):
                 )
             if each.group != each.tensor and each.group not in earlier:
                 raise SpecError(
-                    f"{where}: group {each.group!r} has no placement before this one: add one, or reorder placements"
+                    f"{where}: {each.group!r}, the first tensor of its group, has no placement before this one: add "
+                    "one, or reorder placements"
                 )
             first = earlier.get(each.source_tensor or each.group, each)
             if each.spec != first.spec:
@@ -550,5 +557,5 @@ def _check_unique(where: str, what: str, names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise SpecError(f"{where}: {name!r} occurs twice in {what}")
+            raise SpecError(f"{where}: {name!r} occurs twice in {what}: remove one of these entries")
         seen.add(name)

@@ -6,8 +6,8 @@ Two choices depend on the data, and are made here:
   quantized layer follows would run in float, and dequantize its weight in every run. If it is small, it is kept in
   float. Otherwise its output is quantized too.
 - **Bits of weights.** Kernels that are fast on every CPU need weights of 7 bits (see ``targets``). Kernels for 8 bits
-  take up to three times as long. So 8 bits are only for the layers where they lower the noise at the outputs the most.
-  Together, these layers do a small part of the multiplications.
+  take up to three times as long. So only a few layers get 8 bits: those where 8 bits lower the noise at the outputs the
+  most. Together, these layers do a small part of the multiplications.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ FLOAT_REASON = "last layer: an integer kernel would need a quantized output"
 MAX_FLOAT_WORK = 0.05  # a last layer with a larger share of the multiplications is not kept in float
 MAX_FLOAT_BYTES = 0.02  # bytes that last layers in float may add, relative to all quantized weights
 MAX_WIDE_WORK = 0.01  # layers with 8-bit weights do at most this share of the multiplications
-ACCEPTED_NOISE = 1.1  # noise relative to all weights with 8 bits (0.4 dB); below it, no more layers get 8 bits
-MIN_GAIN = 0.02  # share of the noise; a layer that removes less with 8 bits keeps 7 bits
-NEGLIGIBLE_NOISE = 1e-3  # relative to the power of an output (30 dB); below it, all weights keep 7 bits
+ACCEPTED_NOISE = 1.1  # times the noise of all-8-bit weights (0.4 dB); below this noise, no more layers get 8 bits
+MIN_GAIN = 0.02  # a layer gets 8 bits only if this removes at least this share of the noise
+NEGLIGIBLE_NOISE = 1e-3  # noise relative to the power of an output (30 dB); below it, all weights keep 7 bits
 
 
 def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:

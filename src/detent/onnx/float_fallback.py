@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 MIN_NOISE_SHARE = 0.25  # share of the total noise; with less, float weights cost too many bytes for their gain
 MAX_WEIGHT_SHARE = 0.1  # share of the model's weight bytes; larger layers would undo the compression
 MAX_LAYERS = 5  # limit on the layers kept in float
-NEGLIGIBLE_NOISE = 1e-4  # relative to output power; below it no layer is kept in float
+NEGLIGIBLE_NOISE = 1e-4  # noise relative to the power of an output; below it, no layer is kept in float
 MAX_REMAINING_NOISE = 0.9  # float fallback must remove at least 10 % of the noise
 SEARCH_SAMPLES = 1  # batches for the search; candidates are then measured on all samples
 
@@ -99,7 +99,7 @@ class NoiseByLayer:
         return sum(map(len, self._compared))
 
     def _comparable(self, sample: int, quantized: Sequence[Array]) -> list[int]:
-        """Return the positions of outputs that have elements, and the same shape with all layers quantized."""
+        """Return the positions of outputs that have elements and keep their shape when all layers are quantized."""
         pairs = zip(self._references[sample], quantized, strict=True)
         same = [old.shape == new.shape and old.size > 0 and old.dtype == np.float32 for old, new in pairs]
         for name, is_same in zip(self._outputs, same, strict=True):
@@ -178,7 +178,7 @@ class NoiseByLayer:
     def _ratios_to(self, sample: int, outputs: Sequence[Array]) -> Iterator[float]:
         """Yield the noise of each compared output of a sample, relative to its power.
 
-        The shape may still differ if only some layers are quantized. Then the noise counts as large as the signal.
+        The shape may still differ if only some layers are quantized. Then the result is 1.
         """
         for i in self._compared[sample]:
             old, new = self._references[sample][i], outputs[i]

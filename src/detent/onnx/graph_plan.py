@@ -263,7 +263,7 @@ def plan(
 
 
 def _without_shared(graph: Graph, layers: Mapping[str, Layer], lines: Iterable[LayerPlan]) -> tuple[LayerPlan, ...]:
-    """Keep a layer in float if its weight stays in the file for another reader, because codes would be added to it."""
+    """Keep a layer in float if another reader needs its weight in float: codes would only make the file larger."""
     lines = tuple(lines)
     quantized = {line.name: layers[line.name].weight for line in lines if line.is_quantized}
     reasons = {weight: _float_reader(graph, weight, quantized) for weight in dict.fromkeys(quantized.values())}

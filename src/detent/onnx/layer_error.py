@@ -50,7 +50,7 @@ class Probe:
             matrix = weight.T if attribute_of(self.layer.node, "transB", 0) else weight
             return x.reshape(-1, x.shape[-1]) @ matrix
         if self._session is None:
-            self._session = make_session(_alone(self.layer.node), threads=1)  # few of the sessions run at once
+            self._session = make_session(_alone(self.layer.node), threads=1)  # one per layer; few run at once
         with ort_errors():
             result: Array = self._session.run(None, {"x": x, "w": weight})[0]
         return result

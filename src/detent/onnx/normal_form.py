@@ -7,7 +7,8 @@
 - Batch norms, and constants that are added or multiplied after a layer, are folded into the layer. Constants that no
   node reads are removed.
 - A MatMul of 2-D data and the Add of its bias are merged into a Gemm. ONNX Runtime would merge them too, but then it
-  would run the Gemm in float, because its bias is float. For data with more axes, the bias has three axes.
+  would run the Gemm in float, because the bias is float. If the data has more axes, the bias gets three axes, which
+  prevents the merge.
 
 The outputs stay the same, except that folding may change their last bits. Data is needed only to check that converting
 the opset does not change the outputs. ONNX Runtime computes the outputs of nodes that read only constants. Outputs
@@ -280,8 +281,8 @@ def _flatten_biases(graph: Graph) -> None:
 def _merge_biases(graph: Graph) -> bool:
     """Merge each MatMul of 2-D data with the Add of its bias into a Gemm; returns whether the graph changed.
 
-    ONNX Runtime also merges a MatMul of data with more axes, if their sizes are known. It would then run it in float,
-    so its bias gets a third axis, which prevents that.
+    ONNX Runtime also merges a MatMul of data with more axes, if the sizes of these axes are known. The merged layer
+    would run in float. So the bias gets three axes, which prevents the merge.
     """
     changed = False
     for node in [each for each in graph.nodes if each.op_type == "MatMul" and each.domain in MAIN]:
@@ -302,7 +303,7 @@ def _merge_biases(graph: Graph) -> bool:
 
 
 def _bias_after(graph: Graph, node: NodeProto) -> NodeProto | None:
-    """Return the Add that alone reads a MatMul with a constant weight, and adds a constant per column."""
+    """Return the Add of a constant bias, if the weight is constant and only the Add reads the MatMul; else None."""
     weight, result = node.input[1], node.output[0]
     readers = graph.consumers(result)
     is_inner = len(readers) == 1 and result not in graph.outputs and result not in graph.captured
@@ -387,7 +388,9 @@ def _check_decided(
         return
     if set(decided) != set(computed):
         unknown, missing = sorted(set(decided) - set(computed)), sorted(set(computed) - set(decided))
-        raise SpecError(f"decisions: constants do not fit the model: unknown {unknown}, missing {missing}")
+        raise SpecError(
+            f"decisions: constants do not fit the model: unknown {unknown}, missing {missing}: call qo.decide again"
+        )
     for name, value in decided.items():
         expected = computed[name]
         if (value.dtype, value.shape) != (expected.dtype, expected.shape):
@@ -397,7 +400,8 @@ def _check_decided(
             )
         if not _is_rounded(expected, value, adds=name in adding):
             raise SpecError(
-                f"decisions: constant {name!r} differs from what the model computes by more than {MAX_ULP} ulp"
+                f"decisions: constant {name!r} must equal the result that the model computes, up to {MAX_ULP} ulp: "
+                "call qo.decide again"
             )
 
 
@@ -440,7 +444,7 @@ def _run_alone(model: ModelProto, outputs: list[str]) -> dict[str, NDArray[Any]]
 
 
 def _with_shapes(model: ModelProto) -> ModelProto:
-    lean, _ = without_weights(model)  # because shape inference copies a model twice
+    lean, _ = without_weights(model)  # shape inference copies a model twice
     try:
         inferred = onnx.shape_inference.infer_shapes(lean, data_prop=True)
     except Exception:  # noqa: BLE001 - shapes only help to explain plans

@@ -23,7 +23,7 @@ __all__ = ["running"]
 _log = logging.getLogger(__name__)
 
 _DELIBERATE = (DetentError, OSError, MemoryError, ImportError, Warning)
-_CALLED = frozenset({"numpy", "onnx", "onnxruntime", "google", *sys.stdlib_module_names})  # packages detent calls
+_CALLED = frozenset({"numpy", "onnx", "onnxruntime", "google", *sys.stdlib_module_names})  # called by detent
 _VARIABLES = ("node", "layer", "line", "placement", "tensor")  # local variables that name the current node or tensor
 
 

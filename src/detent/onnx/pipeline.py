@@ -80,7 +80,7 @@ KeepFloat = Literal["auto", "none"]
 COMPARED_BATCHES = 8  # batches on which equalization and SmoothQuant are evaluated
 FALLBACK_SAMPLES = 8  # samples on which clipping, weight bits and float fallback are evaluated
 EVALUATION_BATCHES = 4  # batches on which the outputs of both models are compared
-MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # how much a message shows
+MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
 DATA_SUFFIXES = (".npz", ".npy")  # files with these suffixes are calibration data, never models
 FALLBACK_REASON = "float fallback: it alone causes over a quarter of the output noise"
 WEIGHT_ONLY_HINT = (
@@ -146,7 +146,7 @@ class QuantizeReport:
         hints: advice for running the file.
         decisions: all decisions; ``qo.rewrite`` makes the same quantized model from them.
         not_compared: why an output was not compared on some batches, by output name.
-        warnings: low accuracy, a larger file, suspicious data or layers in float; ``detent.evaluate`` adds speed.
+        warnings: low accuracy, a larger file, suspicious data, layers in float; ``detent.evaluate`` adds low speed.
         samples: number of calibration samples.
 
     >>> from detent.onnx_model import get_target
@@ -259,7 +259,7 @@ class _Options:
             )
 
     def to_json(self) -> str:
-        """Return the options that differ from the defaults as JSON; "" if none does."""
+        """Return as JSON the options that differ from their defaults; "" if there are none."""
         options: dict[str, object] = {
             **vars(self),
             "observer": None if self.observer is None else str(get_observer_spec(self.observer)),

@@ -49,7 +49,7 @@ Array = NDArray[Any]
 MIN_SQNR_DB = 20.0  # the error is a tenth of the signal's amplitude
 MIN_AGREEMENT = 0.98
 MIN_SAMPLES = 32
-MAX_FLOAT_SHARE = 0.1  # of the weight bytes
+MAX_FLOAT_SHARE = 0.1  # share of the weight bytes
 MAX_LAYERS_NAMED = 3
 MIN_BYTE_RANGE, MAX_BYTE = 50, 255  # largest values of inputs that look like pixels in bytes
 MIN_NORM = 0.1  # median L2 norm of a filter; filters for inputs up to 255 have norms of about 0.01
@@ -125,7 +125,10 @@ def quantize_warnings(
     warnings = list(accuracy_warnings(comparison))
     before, after = sizes
     if after > before:
-        text = f"the quantized file is larger than the float file: {bytes_text(before)} -> {bytes_text(after)}"
+        text = (
+            f"the quantized file is larger than the float file: {bytes_text(before)} -> {bytes_text(after)}; if size "
+            "matters, use the float file"
+        )
         warnings.append(QuantizeWarning("larger-file", text))
     if data is not None:
         warnings += _data_warnings(plan, data)
@@ -142,8 +145,8 @@ def accuracy_warnings(comparison: OutputComparison) -> Iterator[QuantizeWarning]
         span = "" if interval is None else f" (95 % confidence: {interval[0]:.1f} to {interval[1]:.1f} dB)"
         yield QuantizeWarning(
             "low-sqnr",
-            f"the SQNR of output {name} is only {sqnr_db:.1f} dB on {count}{span}: see the most sensitive layers, or "
-            "use --prefer accuracy or --recipe w8a16",
+            f"the SQNR of output {name} is only {sqnr_db:.1f} dB on {count}{span}: use --skip for the layers that "
+            "detent sensitivity lists first, or use --prefer accuracy or --recipe w8a16",
         )
     agreement, interval = comparison.agreement, comparison.agreement_interval
     if agreement is not None and interval is not None and agreement < MIN_AGREEMENT:
@@ -158,7 +161,7 @@ def accuracy_warnings(comparison: OutputComparison) -> Iterator[QuantizeWarning]
 def few_samples(count: int) -> Iterator[QuantizeWarning]:
     """Yield a warning if calibration and evaluation together used few samples."""
     if count < MIN_SAMPLES:
-        text = f"only {counted(count, 'sample')}: ranges and accuracy are reliable from {MIN_SAMPLES} samples on"
+        text = f"only {counted(count, 'sample')}: pass at least {MIN_SAMPLES} for reliable ranges and accuracy"
         yield QuantizeWarning("few-samples", text)
 
 
@@ -206,12 +209,13 @@ def _layer_warnings(plan: GraphPlan, layers: Sequence[LayerRow]) -> Iterator[Qua
         names = "; ".join(float_layers_text(slow, lines))
         yield QuantizeWarning(
             "float-layers",
-            f"{what}: {done:,} of {len(layers):,} layers; the others hold {share:.0%} of the weights: {names}",
+            f"only {done:,} of {len(layers):,} layers {what}; others hold {share:.0%} of the weights: {names}",
         )
     padded = [line for line in plan.quantized if line.note.startswith(PADDED)]
     if padded:
         count, first = counted(len(padded), "layer"), padded[0]
-        yield QuantizeWarning("padded-weights", f"{count} of {len(layers):,}: {first.note}. The first is {first.name}")
+        text = f"weights of {count} are stored in a larger type; the first layer is {first.name}: {first.note}"
+        yield QuantizeWarning("padded-weights", text)
 
 
 def _runs_as_planned(layer: LayerRow, *, has_inputs: bool) -> bool:

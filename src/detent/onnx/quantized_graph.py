@@ -111,7 +111,8 @@ def _check_opset(model: ModelProto, decisions: Decisions) -> None:
     if own_opset < decisions.opset and decisions.onnx_version and decisions.onnx_version != onnx.__version__:
         raise UnsupportedError(
             f"onnx {onnx.__version__} is installed, but onnx {decisions.onnx_version} converted the model from opset "
-            f"{own_opset} to {decisions.opset}, and results may differ: install that version, or call qo.decide again"
+            f"{own_opset} to {decisions.opset}, and results may differ: install onnx "
+            f"{decisions.onnx_version}, or call qo.decide again"
         )
 
 
@@ -313,7 +314,9 @@ def _check_layers(graph: Graph, layers: Mapping[str, Layer], decisions: Decision
     names = {each.name for each in decisions.layers}
     if names != set(layers):
         unknown, missing = sorted(names - set(layers)), sorted(set(layers) - names)
-        raise SpecError(f"decisions: layers do not fit the model: unknown {unknown}, missing {missing}")
+        raise SpecError(
+            f"decisions: layers do not fit the model: unknown {unknown}, missing {missing}: call qo.decide again"
+        )
     tensors = {each.tensor: each for each in decisions.placements}
     for each in decisions.layers:
         if each.is_quantized:
@@ -338,7 +341,10 @@ def _layer_problem(
         if activation_problem(line.input):
             return activation_problem(line.input)
         if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
-            return f"its input must be quantized, but no placement of tensor {layer.data!r} has this reader"
+            return (
+                f"its input must be quantized, but no placement of tensor {layer.data!r} has this layer as a reader: "
+                "add a placement or the reader, or set input to None"
+            )
     if line.bias is not None and (problem := _bias_problem(graph, layer, line.bias, params)):
         return problem
     is_grouped_table = layer.node.op_type == "Gather" and isinstance(params.spec.granularity, PerGroup)
@@ -354,11 +360,12 @@ def _bias_problem(graph: Graph, layer: Layer, bias: Array, params: QuantParams) 
     """Explain why a corrected bias cannot replace the bias of a layer; "" if it can."""
     channels = (layer.shape[layer.axis],)
     if layer.node.op_type not in {"Conv", "Gemm"} or (layer.bias and layer.bias not in graph.constants):
-        return "bias cannot be replaced: expected a Conv or Gemm with a constant bias"
+        return "bias must be None, because only a Conv or Gemm with a constant bias, or without one, can get a new bias"
     if bias.shape != channels:
         return f"bias must have shape {channels}, got {bias.shape}"
     if bias.dtype == np.int32 and params.scale.ndim and params.scale.shape != channels:
-        return f"bias must be float32, because the weight scales of shape {params.scale.shape} are not one per channel"
+        shape = params.scale.shape
+        return f"bias must be float32, because the weight scales of shape {shape} are not one per channel; got int32"
     return ""
 
 
@@ -377,7 +384,8 @@ def _placement_problem(graph: Graph, placement: QuantizerPlacement) -> str:
     if producer is None and tensor not in graph.inputs:
         return "the model has no such tensor: remove the placement"
     if graph.kind(tensor) not in {TensorProto.UNDEFINED, TensorProto.FLOAT}:
-        return f"expected a FLOAT tensor, got {TensorProto.DataType.Name(graph.kind(tensor))}"
+        kind = TensorProto.DataType.Name(graph.kind(tensor))
+        return f"expected a FLOAT tensor, got {kind}: remove the placement"
     names = {graph.node_name(node) for node in graph.consumers(tensor)}
     wrong_readers = sorted(set(placement.readers) - names)
     if wrong_readers:
@@ -403,13 +411,13 @@ def _reader_of_scalar(graph: Graph, name: str, result: str) -> NodeProto | None:
 def _scaled_problem(graph: Graph, placement: QuantizerPlacement, producer: NodeProto | None) -> str:
     """Explain why a tensor cannot share the codes of its source tensor; "" if it can."""
     if producer is None or producer.op_type not in {"Mul", "Div"} or placement.source_tensor not in producer.input:
-        return f"this tensor is not {placement.source_tensor!r} times a scalar constant"
+        return f"this tensor is not {placement.source_tensor!r} times a scalar constant: set source_tensor to ''"
     others = [name for name in producer.input if name != placement.source_tensor]
     if len(others) != 1 or others[0] not in graph.constants or int(np.prod(graph.constants[others[0]].dims)) != 1:
-        return f"this tensor is not {placement.source_tensor!r} times a scalar constant"
+        return f"this tensor is not {placement.source_tensor!r} times a scalar constant: set source_tensor to ''"
     value = float(graph.array(others[0]).item())
     if producer.op_type == "Div" and (producer.input[0] != placement.source_tensor or not value):
-        return f"this tensor is not {placement.source_tensor!r} divided by a nonzero constant"
+        return f"this tensor is not {placement.source_tensor!r} divided by a nonzero constant: set source_tensor to ''"
     factor = value if producer.op_type == "Mul" else 1 / value
     return "" if placement.factor == factor else f"factor must be {factor!r}, got {placement.factor!r}"
 
@@ -462,7 +470,7 @@ class _Writer:
             self._write_scalar(name, placement.tensor)
 
     def write_scaled(self, placement: QuantizerPlacement) -> None:
-        """Replace a multiplication by a constant: dequantize the source tensor's codes with the product's scale."""
+        """Remove a node that multiplies by a constant: dequantize its input's codes with the scale of its output."""
         graph, tensor = self.graph, placement.tensor
         params = self._tensor_params[tensor]
         qparams = QdqParams.of(params, self.target.activation_container(params.spec.format), 0)

@@ -103,7 +103,7 @@ class ChangedConstant(NamedTuple):
 
 
 class StoredDecisions(NamedTuple):
-    """Decisions of a file, and the constants they refer to that were changed after the file was written.
+    """Decisions of a file, and those of their constants that were changed after the file was written.
 
     ``decisions`` is None if such a change made the decisions invalid.
     """
@@ -142,7 +142,9 @@ def _read(provenance: Provenance, reader: "_Reader") -> Decisions:
 
 
 def _unread(value: object) -> object:
-    raise TypeError(f"internal error: {type(value).__name__} cannot be converted in this direction")
+    raise TypeError(
+        f"internal error: expected to read an array of stored decisions, got {type(value).__name__} to write"
+    )
 
 
 def _defaults(cls: type) -> dict[str, Any]:
@@ -284,7 +286,8 @@ class _Reader:
         self._left -= prod(shape)
         if self._left < 0:
             raise FileFormatError(
-                "arrays have too many elements: expected in total at most twice as many as the file's constants have"
+                f"arrays have too many elements: expected in total at most {ALWAYS_ALLOWED_ELEMENTS} plus twice the "
+                "elements of the file's constants"
             )
         return shape
 
@@ -293,7 +296,7 @@ class _Reader:
         name = entry["initializer"]
         tensor = self._tensors.get(name) if isinstance(name, str) else None
         if tensor is None or tensor.data_type not in _KINDS:
-            raise FileFormatError(f"{name!r:.60} is not a float or int32 constant of the file")
+            raise FileFormatError(f"initializer must name a float or int32 constant of the file, got {name!r:.60}")
         shape = self._shape(list(tensor.dims) if entry["shape"] is None else entry["shape"])
         values = array_of(tensor)
         if prod(shape) != values.size:
