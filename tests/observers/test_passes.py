@@ -109,7 +109,7 @@ def test_nothing_finite_names_the_tensor():
 
 
 def test_the_error_for_a_missing_name_has_the_batch():
-    with pytest.raises(dt.ShapeError, match=r"batch 2 has no array 'b', only \['a'\]"):
+    with pytest.raises(dt.ShapeError, match=r"batch 2 has the arrays \['a'\], but no array 'b'"):
         calibrate([NAMED[0], {"a": BATCHES[1]}], watching())
 
 

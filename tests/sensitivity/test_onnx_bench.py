@@ -505,10 +505,10 @@ def test_decisions_measure_the_parameters_of_the_file(tmp_path):
 def test_decisions_reject_widths_and_unknown_layers():
     model, feeds = two_products(), vectors()
     decisions = qo.decide(model, feeds, progress=False)
-    with pytest.raises(SpecError, match="got both decisions and widths"):
+    with pytest.raises(SpecError, match="got decisions and widths"):
         qs.measure(model, feeds, decisions, widths=(4,))
     with pytest.raises(SpecError, match="skip='c' matches no layer"):
         qs.measure(model, feeds, decisions, skip="c")
     in_float = decisions.with_layers_in_float(["a", "b"], "no")
-    with pytest.raises(UnsupportedError, match="keep all layers in float"):
+    with pytest.raises(UnsupportedError, match="decisions quantize no layer"):
         qs.measure(model, feeds, in_float, progress=False)

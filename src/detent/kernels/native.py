@@ -287,7 +287,7 @@ def grid_errors(
 
 
 def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
-    """Derive scale and zero point, both in this dtype, for each range.
+    """Derive scale and zero point, both in ``dtype``, for each range.
 
     Returns None if a range is invalid, or if there is no native kernel.
     """
@@ -300,7 +300,7 @@ def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple
 
 
 def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array, Array, int] | None:
-    """Fake-quantize x into ``out`` with params from its own range.
+    """Fake-quantize x into ``out``, with params from the range of x.
 
     Returns lo, hi, scale, zero point and the number of non-finite elements; None if the range of a parameter set is
     invalid, or if there is no native kernel.

@@ -156,7 +156,10 @@ def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_facto
 
 
 def largest_error(term: Term, x: Array, y: Array) -> float:
-    """Return the largest magnitude of x ("value") or of the error x - y; NaN if any is NaN, 0 if x is empty."""
+    """Return the largest magnitude: of x if ``term`` is "value", or else of the error x - y.
+
+    The result is NaN if any element is NaN, and 0 if x is empty.
+    """
     choice = current_kernels()
     result = None if choice == "reference" else native.largest_error(term, x, y)
     if result is not None:
@@ -172,7 +175,7 @@ def tree_sum(terms: NDArray[np.float64]) -> float:
 
 
 def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array, Array, int] | None:
-    """Fake-quantize x into ``out`` with params from its own range, by a native kernel.
+    """Fake-quantize x into ``out`` by a native kernel, with params from the range of x.
 
     Returns lo, hi, scale, zero point and the number of non-finite elements. Returns None if there is no native kernel,
     the scale format is not "float", or a range is invalid.
@@ -186,7 +189,7 @@ def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple
 
 
 def checksum(x: Array) -> int:
-    """Return a checksum of the bits of x, which can be compared only within this process."""
+    """Return a checksum of the bits of x; compare it only with checksums from this process."""
     result = None if current_kernels() == "reference" else native.checksum(x)
     if result is not None:
         return result

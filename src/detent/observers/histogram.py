@@ -158,7 +158,7 @@ class BinnedObserver(Observer):
         if massless.any():
             raise NotCalibratedError(
                 f"{self!r} has observed only weights below 2^-{WEIGHT_BITS} in {int(massless.sum())} of "
-                f"{massless.size} parameter sets: multiply all weights by a constant, or observe without weights"
+                f"{massless.size} parameter sets: multiply all weights by a large constant, or observe without weights"
             )
         occur = mass.any(axis=0)
         order = np.argsort(lower[occur], kind="stable")
@@ -197,11 +197,17 @@ class BinnedObserver(Observer):
         packed, counts = as_array("rows", arrays["rows"]), as_array("counts", arrays["counts"])
         bounds = self._checked_bounds(arrays["lo"], arrays["hi"])
         if packed.dtype != np.uint8 or packed.shape != (ROWS // 8,):
-            raise StateError(f"got rows of {packed.dtype} {packed.shape}, expected uint8 ({ROWS // 8},)")
+            raise StateError(
+                f"the state's rows are {packed.dtype} of shape {packed.shape}, expected uint8 of shape "
+                f"({ROWS // 8},): pass the result of state_dict()"
+            )
         rows = np.flatnonzero(np.unpackbits(packed))
         shape = (rows.size, bounds[0].size, 2**self.precision)
         if counts.dtype != np.int64 or counts.shape != shape:
-            raise StateError(f"got counts of {counts.dtype} {counts.shape}, expected int64 {shape}")
+            raise StateError(
+                f"the state's counts are {counts.dtype} of shape {counts.shape}, expected int64 of shape {shape}: pass "
+                "the result of state_dict()"
+            )
         if (rows % 256 == ROWS // 2 - 1).any() or (counts < 0).any() or counts.sum(dtype=np.float64) >= MASS_LIMIT:
             raise StateError(
                 "damaged histogram state: it has bins for non-finite values, or counts that are negative or sum to "
@@ -209,7 +215,10 @@ class BinnedObserver(Observer):
             )
         total = int(counts.sum(dtype=object))
         if not counters["weighted"] and total != counters["count"]:
-            raise StateError(f"got counts with a sum of {total}, expected the state's count, {counters['count']}")
+            raise StateError(
+                f"the state's counts sum to {total}, expected {counters['count']}, the number of elements in the "
+                "state: pass the result of state_dict()"
+            )
         self._lo, self._hi = bounds
         self._rows, self._counts = rows, counts.copy()
 
@@ -241,8 +250,8 @@ def _row_indices(rows: NDArray[np.int64]) -> NDArray[np.int16]:
 def _as_units(counts: Counts) -> Counts:
     if counts.size and int(counts.max()) >= 1 << (62 - WEIGHT_BITS):
         raise RangeError(
-            f"{int(counts.max()):,} elements in one bin were observed without weights, too many to observe weights "
-            "now: use a new observer"
+            f"one bin has {int(counts.max()):,} elements that were observed without weights, too many for adding "
+            "weighted elements: observe weighted elements with a new observer"
         )
     units: Counts = np.left_shift(counts, WEIGHT_BITS)
     return units
@@ -257,10 +266,15 @@ def _fixed_point(weight: ArrayLike, data: Array) -> Counts:
     try:
         broadcast = np.broadcast_to(weights, data.shape)
     except ValueError as error:
-        raise ShapeError(f"weights of shape {weights.shape} do not broadcast to x of shape {data.shape}") from error
+        raise ShapeError(
+            f"weights of shape {weights.shape} do not broadcast to x of shape {data.shape}: pass one weight per element"
+        ) from error
     if not (np.isfinite(weights).all() and (weights >= 0).all()):
-        raise RangeError("got infinite, NaN or negative weights, expected finite weights >= 0: pass absolute values")
+        raise RangeError("got infinite, NaN or negative weights, expected finite weights >= 0: replace them, e.g. by 0")
     if weights.size and float(weights.max()) >= 2.0 ** (62 - WEIGHT_BITS):
-        raise RangeError(f"a weight of {weights.max()} is too large for fixed point: divide the weights by their mean")
+        raise RangeError(
+            f"got a weight of {weights.max()}, expected weights below 2^{62 - WEIGHT_BITS}: divide the weights by "
+            "their mean"
+        )
     fixed: Counts = np.rint(np.ldexp(broadcast, WEIGHT_BITS)).astype(np.int64)
     return fixed

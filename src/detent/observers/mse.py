@@ -243,7 +243,7 @@ HistogramObserver = MSE
 
 
 def best_params(x: ArrayLike, spec: QuantSpec | Format | str) -> QuantParams:
-    """Search the parameters with the least squared error of quantizing x, on the values of each parameter set.
+    """Return the parameters with the least squared error of quantizing x, searched on the values of each parameter set.
 
     The error is that of the spec's own quantizer; stochastic rounding is searched as ``half_even``. No scale is larger
     than the min-max scale, and no error is larger than with the min-max parameters.

@@ -181,7 +181,8 @@ class Observer(ABC):
             mine, theirs = self._lo, other._lo
             if mine is not None and theirs is not None and mine.shape != theirs.shape:
                 raise ShapeError(
-                    f"cannot merge ranges of shapes {mine.shape} and {theirs.shape}: expected equal shapes"
+                    f"cannot merge ranges of shapes {mine.shape} and {theirs.shape}, expected equal shapes: merge "
+                    "observers of the same tensor"
                 )
             yield
 
@@ -207,7 +208,8 @@ class Observer(ABC):
         if empty.any():
             raise NotCalibratedError(
                 f"{self!r} has observed no finite value in {int(empty.sum())} of {empty.size} parameter sets, first at "
-                f"index {first_index(empty)} ({self.nonfinite} non-finite values in total): clean the data"
+                f"index {first_index(empty)} ({counted(self.nonfinite, 'non-finite value')} in total): pass finite "
+                "values for every parameter set"
             )
         return Range(read_only(self._lo), read_only(self._hi))
 
@@ -288,7 +290,10 @@ class Observer(ABC):
             for name in self._counters()
         }
         if "lo" not in state and any(counters.values()):
-            raise StateError(f"got a state without arrays, with the counters {counters!r}, expected counters of 0")
+            raise StateError(
+                f"got a state with the counters {counters!r} but without arrays, expected counters of 0: pass the "
+                "result of state_dict()"
+            )
         self._load_arrays({name: state[name] for name in self.array_names} if "lo" in state else {}, counters)
         self._load_counters(counters)
         return self
@@ -301,8 +306,8 @@ class Observer(ABC):
         low, high = as_array("lo", lo), as_array("hi", hi)
         if low.dtype != self.state_type or high.dtype != self.state_type or low.shape != high.shape:
             raise StateError(
-                f"got lo of {low.dtype} {low.shape} and hi of {high.dtype} {high.shape}, expected {self.state_type} "
-                "and equal shapes"
+                f"the state's lo is {low.dtype} of shape {low.shape} and hi is {high.dtype} of shape {high.shape}, "
+                f"expected {self.state_type} and equal shapes: pass the result of state_dict()"
             )
         try:
             check_scale_shape(self.granularity, low.shape, "lo")
@@ -311,8 +316,8 @@ class Observer(ABC):
         unseen = (low == np.inf) & (high == -np.inf)
         if not (unseen | (np.isfinite(low) & np.isfinite(high) & (low <= high))).all():
             raise StateError(
-                f"got lo {low!r} and hi {high!r}, expected finite bounds with lo <= hi, or (inf, -inf) if nothing was "
-                "observed"
+                f"the state has lo {low!r} and hi {high!r}, expected finite bounds with lo <= hi, or (inf, -inf) if "
+                "nothing was observed: pass the result of state_dict()"
             )
         return low.copy(), high.copy()
 
@@ -345,7 +350,10 @@ class Observer(ABC):
             text = table(metadata, "the metadata", (METADATA,))[METADATA]
             entries = table(parse(text, METADATA), METADATA, ("kind", "settings", "state"))
             if entries["kind"] != cls.__name__:
-                raise FileFormatError(f"got the bytes of a {entries['kind']}, expected a {cls.__name__}")
+                raise FileFormatError(
+                    f"got the bytes of a {entries['kind']}, expected a {cls.__name__}: call from_bytes of the class "
+                    "that wrote the bytes"
+                )
             settings = {**entries["settings"], "granularity": granularity_from_dict(entries["settings"]["granularity"])}
             return cls(**settings).load_state_dict({**entries["state"], **arrays})
 

@@ -57,7 +57,7 @@ def calibrate(
 
     Raises:
         NotCalibratedError: there are no batches, or an observer has no finite value.
-        ShapeError: a batch has no array for an observer, or an array has another scale shape than earlier batches.
+        ShapeError: a batch has no array for an observer, or the scale shape differs from that of earlier batches.
         FileFormatError: the resume file was saved for different observers or batches.
 
     >>> import numpy as np
@@ -98,8 +98,8 @@ def calibrate(
         report.close()
     if count < saved.batches:
         raise FileFormatError(
-            f"got {counted(count, 'batch')}, but {path} was saved after {saved.batches}: pass the same batches, or "
-            "delete the file"
+            f"got {counted(count, 'batch')}, but {path} was saved after {counted(saved.batches, 'batch')}: pass the "
+            "same batches, or delete the file"
         )
     if not count:
         raise NotCalibratedError("there are no calibration batches: pass at least one batch")
@@ -132,7 +132,10 @@ def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, is_si
             )
         missing = [name for name in observers if name not in batch]
         if missing:
-            raise ShapeError(f"batch {number} has no array {missing[0]!r}, only {list(batch)!r}")
+            raise ShapeError(
+                f"batch {number} has the arrays {list(batch)!r}, but no array {missing[0]!r}: add an array for this "
+                "observer, or remove the observer"
+            )
     for name, observer in observers.items():
         try:
             observer.observe(batch if is_single else batch[name])  # type: ignore[arg-type, call-overload, index]

@@ -42,7 +42,8 @@ def build(  # noqa: PLR0913 - all optional inputs of a report
         artifact: a quantized ONNX file, from ``qo.quantize``, ``qt.export_onnx`` or another tool.
         data: batches; activations are measured on the first eight. Without data there are no statistics of activations.
         source: the float model. Without ``source`` and ``result``, nothing is compared with a float model.
-        result: the report of ``qo.quantize``; it has specs, reasons, and the float model after accuracy passes.
+        result: the report of ``qo.quantize``; it has the specs, the reasons why layers are kept in float, and the float
+            model after accuracy passes.
         verification: the result of ``dt.verify``.
         sensitivity: the result of ``qs.measure``; if given, layers are ranked by sensitivity.
         mix: the mixed-precision allocation that ``Sensitivity.choose`` returned.

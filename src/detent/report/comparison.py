@@ -9,7 +9,7 @@ from typing import Any
 from detent.codec import encode
 from detent.errors import DtypeError
 from detent.report.document import Layer, Report, write_report
-from detent.tables import html_table, table_lines
+from detent.tables import counted, html_table, table_lines
 
 __all__ = ["ComparedLayer", "Comparison", "compare"]
 
@@ -159,7 +159,7 @@ class Comparison:
         return "\n".join([*self._notes(), *(table_lines(self._rows(), right=(4, 5)) if self.layers else [])])
 
     def __repr__(self) -> str:
-        return f"<Comparison of {self.a.title!r} and {self.b.title!r}: {len(self.layers)} layers>"
+        return f"<Comparison of {self.a.title!r} and {self.b.title!r}: {counted(len(self.layers), 'layer')}>"
 
     def _repr_html_(self) -> str:
         return html_table(self._rows(), right=(4, 5), notes=self._notes())

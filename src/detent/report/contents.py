@@ -239,7 +239,7 @@ def _others(artifact: QuantizedGraph, file_layers: list[FileLayer], activations:
 def _ranked(layers: tuple[Layer, ...], sensitivity: dict[str, float]) -> tuple[tuple[Layer, ...], Basis]:
     """Sort layers by noise share, largest first; return them and the basis of the shares.
 
-    The basis is the first one with any noise: sensitivity, then layer outputs, weights and inputs.
+    The basis is the first of these that has any noise: sensitivity, layer outputs, weights, inputs.
     """
     measures: dict[Basis, dict[str, float]] = {
         "sensitivity": sensitivity,

@@ -444,7 +444,7 @@ class Report:
             return cls.from_json(text)
         island = ISLAND.search(text)
         if island is None:
-            raise FileFormatError(f"{source} is not a detent report: it has no report-data element")
+            raise FileFormatError(f"{source} has no report-data element, expected a file that Report.save wrote")
         return cls.from_json(island.group(1))
 
     def to_html(self) -> str:

@@ -19,7 +19,7 @@ __all__ = ["FileLayer", "Origin", "find_layers", "kernels_by_layer", "origin_of"
 Origin = Literal["onnx", "torch", "other"]
 
 _PASSING = (*MOVING, "Identity", "MaxPool")  # operators that only move or select values
-SUFFIX = ".weight"  # ends the names of weights in PyTorch
+SUFFIX = ".weight"  # end of the names of weights in PyTorch
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ def origin_of(artifact: QuantizedGraph) -> Origin:
     if provenance.data or provenance.source:  # qt.export_onnx writes neither
         return "onnx"
     nodes = {node_name(node) for node in artifact.graph.nodes}
-    if not nodes.isdisjoint(provenance.weights.values()):  # recorded by node name, even if it is fc.weight
+    if not nodes.isdisjoint(provenance.weights.values()):  # qo.quantize records node names, which may be fc.weight
         return "onnx"
     names = (*provenance.weights.values(), *provenance.activations.values())
     return "torch" if any(name.endswith((SUFFIX, "_quantizer")) for name in names) else "onnx"

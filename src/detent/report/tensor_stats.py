@@ -48,8 +48,8 @@ Array = NDArray[Any]
 Feed = Mapping[str, Array]
 FINE_BINS = 2048  # bins used while counting; they are merged into the few bins of a report
 FLOAT_NBYTES = 4
-MIN_ROUNDED_SHARE = 0.995  # in a rounded float weight, at least this share of elements is rounded or clipped
-ROUNDING_SLACK = 1e-3  # tolerance for a rounded float weight, relative to the scale
+MIN_ROUNDED_SHARE = 0.995  # a weight counts as rounded if at least this share of its elements is rounded or clipped
+ROUNDING_SLACK = 1e-3  # tolerance for a rounded element, relative to the scale
 WIDE_TYPE_RATIO = 4  # if a type has over 4 times the range of the codes, the codes have fewer bits than the type
 MAX_OUTPUT_ELEMENTS = 1 << 17  # elements of a layer's output that are compared per batch
 MAX_CODES_COUNTED = 1 << 16  # as many codes as 16-bit formats have
@@ -145,7 +145,7 @@ class FloatWeights:
 
 
 def is_same_weight(expected: Array, codes: Array, decoded: Array, scale: Array) -> bool:
-    """Return whether the codes are the rounded float weight.
+    """Return whether the codes are those of the float weight ``expected``: its elements, rounded or clipped.
 
     They are not if the weight was changed before quantization, such as by equalization, folding or training.
     """
@@ -161,7 +161,7 @@ def is_same_weight(expected: Array, codes: Array, decoded: Array, scale: Array) 
 def measure_weight(
     weight: WeightCodes, expected: Array | None = None, spec: QuantSpec | None = None
 ) -> tuple[Tensor, bool]:
-    """Return the statistics of a weight, and whether it is the rounded float weight ``expected``.
+    """Return the statistics of a weight, and whether its codes are those of the float weight ``expected``.
 
     ``spec`` is the spec from the recipe; None if unknown, because the file records only the type of the codes.
     """

@@ -51,7 +51,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 Progress = Callable[[int, int], object] | bool | None
 MIN_BITS, MAX_BITS = 1, 16
-MIN_POWER_SHARE = 1e-12  # share of an output's power; with less, no batch of this output was compared
+MIN_POWER_SHARE = 1e-12  # if less than this share of an output's power is left, no batch of the output was compared
 
 
 def as_widths(widths: Iterable[int | str]) -> dict[str, QuantSpec]:
@@ -145,7 +145,9 @@ class OutputNoise:
             self._powers += [_power(each) for each in batch]
         for name, power in zip(self._names, self._powers, strict=True):
             if not np.isfinite(power):
-                raise RangeError(f"output {name!r} of the float model contains NaN or infinity: clean the data")
+                raise RangeError(
+                    f"output {name!r} of the float model contains NaN or infinity: pass data with finite outputs"
+                )
         if not self._powers.any():
             raise RangeError("all outputs of the float model are zero, so noise cannot be measured: pass other data")
 
@@ -158,7 +160,7 @@ class OutputNoise:
         """Return noise power / signal power, as the mean over all outputs that are not all zero.
 
         An output is left out for a batch if its shape differs, as it may after NonMaxSuppression. If the shapes of all
-        outputs differ in all batches, the noise counts as large as the signal.
+        outputs differ in all batches, the result is 1, as if the noise were as large as the signal.
         """
         noise, powers = np.zeros(len(self._names)), self._powers.copy()
         for old, new in zip(self._reference, outputs, strict=True):

@@ -1,4 +1,4 @@
-"""Knapsack: choose one candidate per layer, so that the sum of noise is smallest within a budget of bytes.
+"""Knapsack: choose one candidate per layer, so that the total noise is smallest within a budget of bytes.
 
 This is the multiple-choice knapsack problem. It is solved exactly, by dynamic programming over the bytes used:
 

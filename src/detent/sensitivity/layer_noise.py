@@ -361,7 +361,7 @@ assuming that their noise adds.
         return self.mixed({layer.name: option for layer in self.layers}, f"uniform {option}")
 
     def choose(self, budget_nbytes: int, *, keep_float: bool = False) -> Mix:
-        """Choose one candidate per layer, so that the sum of noise is smallest within a budget; the solution is exact.
+        """Choose one candidate per layer, so that the total noise is smallest within a budget; the solution is exact.
 
         Args:
             budget_nbytes: maximum total size of the measured weights, in bytes.
@@ -396,7 +396,7 @@ assuming that their noise adds.
         return tuple((nbytes, sqnr_of(noise)) for nbytes, noise in hull_choices(sizes))
 
     def mixed(self, options: Mapping[str, str], name: str = "mix") -> Mix:
-        """Return the allocation in which each layer has its candidate in ``options``, by layer name.
+        """Return the allocation in ``options``, which has a candidate for each layer name.
 
         Raises:
             SpecError: a layer is missing, unknown, or was not measured with its candidate.

@@ -1,6 +1,6 @@
 """Measure the sensitivity of layers, and search for mixed-precision allocations by running the model.
 
-``refine`` first runs the allocation with the least sum of noise, and every uniform allocation that fits the budget.
+``refine`` first runs allocations within the budget: the one with the smallest predicted noise, and every uniform one.
 From the best of these, it tries moves in the order of predicted noise. A move changes the candidate of one layer. If
 the new candidate takes too many bytes, a second layer gets a smaller candidate. Moves that reduce the measured noise
 are kept. The search ends when no move is left or the runs are used up.
@@ -36,7 +36,7 @@ Options = dict[str, str]
 
 
 def starting_points(sensitivity: Sensitivity, budget: int) -> list[Options]:
-    """Return the allocation with the least sum of noise, and all uniform allocations that fit the budget."""
+    """Return allocations within the budget: the one with the smallest predicted noise, and every uniform one."""
     starts = [dict(sensitivity.choose(budget).options)]
     for option in sensitivity.options:
         try:
@@ -183,7 +183,7 @@ def measure(  # noqa: PLR0913 - the options of one job
     if _is_decisions(recipe):
         decisions = cast("Decisions", recipe)
         if specs is not None:
-            raise SpecError("got both decisions and widths, but decisions contain the specs: pass a recipe with widths")
+            raise SpecError("got decisions and widths, but decisions contain specs: pass only one of the two")
         from detent.sensitivity.onnx_bench import open_decisions  # noqa: PLC0415 - imports ONNX Runtime
 
         runner: LayerRunner = open_decisions(_as_source(model), data, decisions, count, skipped, stored)

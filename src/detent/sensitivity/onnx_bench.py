@@ -156,7 +156,10 @@ def open_decisions(
     skipped = skipped_names([each.name for each in quantized], skip, "decisions.layers has")
     quantized = [each for each in quantized if each.name not in skipped]
     if not quantized:
-        raise UnsupportedError("no layer can be measured: the decisions keep all layers in float")
+        raise UnsupportedError(
+            "no layer can be measured: the decisions quantize no layer, or only layers in skip; skip fewer layers, or "
+            "pass other decisions"
+        )
     name = Recipe.from_json(decisions.recipe).name if decisions.recipe else ""
     specs = {name or "recipe": {each.name: each.weight_params.spec for each in quantized}}
     inputs = {each.name: params[layers[each.name].data] for each in quantized if each.input is not None}

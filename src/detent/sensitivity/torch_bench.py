@@ -139,7 +139,7 @@ class TorchLayerRunner:
             yield _floats(_run(self._model, call))
 
     def _prepare(self, option: str | None) -> list[FakeQuantize]:
-        """Prepare the copy for a candidate, and return the copy's quantizers. With None, restore the float model."""
+        """Prepare the copy for a candidate, and return its quantizers; if ``option`` is None, make the copy float."""
         if self._prepared is not None and self._prepared[0] == option:
             return self._prepared[1]
         if self._prepared is not None:

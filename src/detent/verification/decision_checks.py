@@ -42,7 +42,7 @@ __all__ = ["decided", "problems"]
 
 Array = NDArray[Any]
 SEARCH_TOLERANCE = 1e-2  # relative, for squared errors: the search on a histogram depends slightly on the CPU
-HISTOGRAMS_AT_ONCE = 4096  # parameter sets, which bounds the memory
+HISTOGRAMS_AT_ONCE = 4096  # parameter sets searched at a time, which bounds the memory
 TOLERANCE = 1e-5  # relative, for the rounding of float32 sums
 MAX_CLIPPED_RANGES = 1  # inputs count up to this many range widths outside the quantizer's range
 BIAS_CODE_MARGIN = 1 << 8  # if a bias code is above ROOMY_BIAS_CODE minus this, the bias may have raised the scale
@@ -138,7 +138,7 @@ def _set_numbers(weight: Array, spec: QuantSpec) -> NDArray[np.intp]:
 
 
 def _histogram_errors(weight: Array, spec: QuantSpec, some: Array) -> Array:
-    """Return the squared errors of the parameters that a search on a histogram gives to some parameter sets."""
+    """Search parameters on a histogram for the sets that ``some`` marks; return the squared error of each set."""
     numbers, flat = _set_numbers(weight, spec), weight.ravel()
     members = np.flatnonzero(some.ravel()[numbers])
     members = members[np.argsort(numbers[members], kind="stable")]
@@ -229,7 +229,7 @@ def _observed_ranges(decisions: Decisions) -> dict[str, tuple[float, float] | No
 
 
 def decided(decisions: Decisions, corrections: Mapping[str, Correction]) -> tuple[str, ...]:
-    """Describe the decisions that a replay accepts if they are within bounds, one line per kind."""
+    """Describe the decisions that a replay accepts within bounds, in one line per kind of decision."""
     layers, lines = decisions.layers, [f"target {decisions.target}, opset {decisions.opset}"]
     quantized = [each for each in layers if each.is_quantized]
     in_float = [each.name for each in layers if not each.is_quantized]

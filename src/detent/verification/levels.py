@@ -213,8 +213,8 @@ class _Verification:
                 self.end_to_end["accuracy_level_0"] = SessionCheck(self.artifact, self.batch, {ACCURACY_LEVEL: "0"})
                 self.notes[
                     "ONNX Runtime quantizes the activations of weight-only matmuls to 8 bits, unless the session "
-                    f"option {ACCURACY_LEVEL} is 0 or 1, which a file cannot set. To see the effect, compare "
-                    "'optimized' with 'accuracy level 0'"
+                    f"option {ACCURACY_LEVEL} is 0 or 1. A file cannot set this option. To see the effect, compare the "
+                    "runs 'optimized' and 'accuracy level 0'"
                 ] = None
         if 3 in self.levels:
             self.kernels = KernelCheck(model)

@@ -114,10 +114,10 @@ class FusedCodes(NamedTuple):
 
 
 def find_codes(artifact: QuantizedGraph, optimized: ModelProto) -> dict[str, FusedCodes]:
-    """Return the tensor of the optimized graph with the codes of each QuantizeLinear node, by node.
+    """For each QuantizeLinear node of the file, return the tensor of the optimized graph that has the node's codes.
 
-    Most tensors of codes keep their name. A channels-last convolution outputs codes itself, with permuted axes. It is
-    found by the name of the original convolution: ``conv1`` becomes ``conv1_token_3``. Nodes whose codes the optimized
+    Most tensors of codes keep their name. A channels-last convolution outputs codes itself, with permuted axes. This
+    convolution is found by its original name: ``conv1`` becomes ``conv1_token_3``. Nodes whose codes the optimized
     graph does not have are left out.
     """
     written = {name for node in optimized.graph.node for name in node.output}

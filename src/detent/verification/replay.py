@@ -4,8 +4,8 @@ The replay uses only the decisions of the file, and checks them (``decision_chec
 inputs, outputs and constants must match the result of ``qo.rewrite`` bit for bit (``model_diff``).
 
 If the source is quantized and the file records no decisions, the two are compared directly. A replay needs recorded
-decisions, the same rewrite version and, if the opset was converted, the same onnx version. If a replay is not possible,
-the result has a reason and counts as failed.
+decisions, and the rewrite version that wrote the file. If the opset was converted, it also needs the onnx version of
+that time. If a replay is not possible, the result has a reason and counts as failed.
 """
 
 from collections.abc import Sequence

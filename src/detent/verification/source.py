@@ -86,7 +86,7 @@ class Source(Protocol):
     def flaw(self) -> Difference | None:
         """The first decision that is out of bounds; None if all are valid.
 
-        Segments use the decisions, so they cannot detect a wrong one.
+        Segments use the decisions, so they cannot detect a wrong decision.
         """
         ...
 

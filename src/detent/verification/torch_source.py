@@ -209,8 +209,8 @@ class TorchSource:
         outputs = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
         names = self._artifact.graph.outputs
         if len(outputs) != len(names):
-            given, expected = counted(len(outputs), "tensor"), f"{len(names)} as in the file: {', '.join(names)}"
-            raise ShapeError(f"the model returns {given}, expected {expected}")
+            given, expected = counted(len(outputs), "tensor"), f"{len(names)} as in the file ({', '.join(names)})"
+            raise ShapeError(f"the model returns {given}, expected {expected}: pass the model that was exported")
         return outputs
 
     def _codes(self, calls: Mapping[str, list[tuple[Array, QuantParams]]]) -> dict[str, Array]:

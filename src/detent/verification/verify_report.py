@@ -89,7 +89,7 @@ class EndToEnd:
     Attributes:
         compared_codes: number of activation codes that were compared.
         differing_codes: number of activation codes that differ.
-        max_steps: the largest difference between a code of the source and the same code of the file.
+        max_steps: the largest difference between a code in the source and the code of the same element in the file.
         first_node: the first node whose codes differ.
         output_sqnr_db: SQNR in dB by output name, for outputs of a float type.
         agreement: top-1 agreement; None if the first output has no class scores.
@@ -187,7 +187,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Segments:
-    """Level 2: runs each segment of the source between quantizers on the file's codes, and compares the results.
+    """Level 2: cuts the source at its quantizers, runs each segment on the file's codes, and compares the results.
 
     Attributes:
         reason: why nothing was compared; "" if something was compared.
@@ -337,7 +337,7 @@ class VerifyReport:
         if self.replay is not None:
             match = MATCHES[self.replay.made_by]
         codes = max(self.compared_codes, 0 if self.segments is None else self.segments.compared_codes)
-        parts = [match, *([f"{codes:,} codes compared, none differ"] if codes else [])]
+        parts = [match, *([f"{counted(codes, 'code', ',')} compared, none differ"] if codes else [])]
         run = self.end_to_end.get("optimized")
         if run is not None and (worst := worst_output(run.output_sqnr_db)):
             parts.append(f"SQNR of worst output {worst!r}: {run.output_sqnr_db[worst]:.1f} dB")

@@ -13,12 +13,15 @@ A fitted scale counts only if it lies between the smallest allowed scale and the
 is the error. The search has four steps:
 
 1. The descent measures every 64th position, for up to 20 octaves. It ends where the clipping error alone exceeds the
-   least error, because every smaller scale clips more. An affine spec tries up to 9 zero points per scale. They lie
-   between the one that keeps the largest value in range and the one that keeps the smallest, and the min-max one.
-2. The positions at distance 16 and 32 from the 4 lowest estimates, then at distance 4 and 8 from the 4 lowest of all;
-   in sets of more than 128 values, then at distance 1 and 2.
-3. For an affine spec, other zero points with the fitted scale, at distances that halve down to 1.
-4. The fitted scale of the lowest estimate, three times.
+   least error, because every smaller scale clips more. An affine spec tries up to 9 zero points per scale, evenly
+   spaced over an interval. The interval spans the min-max zero point, and those that map the largest value to the last
+   code or the smallest value to the first.
+2. The first round measures positions at distance 16 and 32 from the 4 lowest estimates. The second round measures at
+   distance 4 and 8 from the 4 lowest estimates so far. In sets of more than 128 values, a third round measures at
+   distance 1 and 2.
+3. For an affine spec, the fitted scale of the lowest estimate is measured with other zero points, at distances that
+   halve down to 1.
+4. The fitted scale of the lowest estimate is measured, up to three times: each measurement may give a lower estimate.
 
 The first of equal errors wins. The min-max parameters are the first candidate, so the result is never worse. Scales
 that are powers of two need only step 1, with one position per octave. Every sum has 8 partial sums, which are added up
@@ -55,7 +58,7 @@ BLOCK = 1 << 16  # elements at a time, which bounds the memory; a multiple of LA
 
 
 def _factors() -> Float64:
-    """Return the scale of every position relative to position 0, computed alike by every math library."""
+    """Return the scale of every position relative to position 0; all math libraries give the same bits."""
     ratio = 0.5
     for _ in range(10):  # 2^(-1/1024)
         ratio = sqrt(ratio)
@@ -107,7 +110,8 @@ class _Search:
         self.low, self.high = float(spec.qmin), float(spec.qmax)
         none, grid = np.full(len(x), np.inf), (len(x), CENTERS)
         self.error, self.scale, self.zero = none, start[0].copy(), start[1].copy()
-        # The lowest estimate with its scale, zero point and position; the lowest ones with zero points and positions.
+        # Of each set, guide has the lowest estimate with its scale, zero point and position; centers has the 4 lowest
+        # estimates with their zero points and positions.
         self.guide: tuple[Array, ...] = (none.copy(), start[0].copy(), start[1].copy(), np.zeros(len(x), np.int64))
         self.centers: tuple[Array, ...] = (np.full(grid, np.inf), np.zeros(grid), np.zeros(grid, np.int64))
 
@@ -133,7 +137,7 @@ class _Search:
                 return
 
     def _zero_points(self, sets: Indices, scale: Float64) -> Iterator[tuple[Indices, Float64]]:
-        """Yield zero points to try, each with the part of the sets that tries it."""
+        """Yield up to 9 times: indices into ``sets``, and a zero point to try for each of these sets."""
         start = self.start_zero[sets]
         at_high = np.clip(np.rint(self.high - self.hi[sets] / scale), self.low, self.high)
         at_low = np.clip(np.rint(self.low - self.lo[sets] / scale), self.low, self.high)

@@ -103,7 +103,7 @@
       shown += yes;
     }
     const all = bodies.length;
-    find("count").textContent = shown === all ? `${all} layers` : `${shown} of ${all} layers`;
+    find("count").textContent = `${shown === all ? "" : `${shown} of `}${all} layer${all === 1 ? "" : "s"}`;
     find("empty").hidden = shown > 0;
   };
   find("tools").addEventListener("input", filter);
