@@ -66,9 +66,9 @@ def as_shape(shape: object, what: str = "shape", error: type[DetentError] = Shap
         raise error(f"{what} must be a tuple of sizes such as (64, 256), got {shape!r}")
     sizes = tuple(shape)
     if len(sizes) > RANK_LIMIT:
-        raise error(f"{what} has {len(sizes)} sizes, expected at most {RANK_LIMIT}")
+        raise error(f"{what} has {len(sizes)} sizes, expected at most {RANK_LIMIT}, NumPy's limit: merge some axes")
     return tuple(
-        as_integer(f"a size of {what}", size, at_least=0, at_most=SIZE_LIMIT - 1, error=error) for size in sizes
+        as_integer(f"each size in {what}", size, at_least=0, at_most=SIZE_LIMIT - 1, error=error) for size in sizes
     )
 
 
@@ -82,12 +82,14 @@ def as_array(what: str, value: ArrayLike) -> NDArray[Any]:
     """Convert to a NumPy array; ragged lists and masked arrays are rejected."""
     if isinstance(value, np.ma.MaskedArray):
         raise DtypeError(
-            f"{what} is a masked array, and its mask would be lost: fill it first, for example with filled(0)"
+            f"{what} is a masked array, whose mask would be lost: fill the array first, for example with filled(0)"
         )
     try:
         return np.asarray(value)
     except (TypeError, ValueError) as fault:
-        raise DtypeError(f"{what} is not an array of numbers: {fault}") from fault
+        raise DtypeError(
+            f"{what} is not an array of numbers ({fault}): pass a NumPy array, or nested lists of equal lengths"
+        ) from fault
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - any element
@@ -115,7 +117,7 @@ def first_nonfinite(values: NDArray[Any]) -> tuple[int, ...]:
 
 
 def refuse_nan(
-    name: str, x: NDArray[Any], repair: str = "clean the data, or pass nan='zero_point' or nan='qmin'"
+    name: str, x: NDArray[Any], repair: str = "replace NaN in the data, or pass nan='zero_point' or nan='qmin'"
 ) -> None:
     """Raise if x contains NaN; the message has the number of NaN, the first index and ``repair``."""
     with np.errstate(all="ignore"):  # some dtypes of ml_dtypes warn about signaling NaN
@@ -148,7 +150,7 @@ def float_dtype(dtype: DTypeLike, name: str = "x") -> np.dtype[Any]:
     if checked is None or checked not in _DTYPES:
         raise DtypeError(
             f"{name} has dtype {dtype if checked is None else checked}, expected float16, bfloat16, float32 or "
-            "float64: convert it first, for example with astype('float32')"
+            "float64: use one of these dtypes, for example with astype('float32')"
         )
     return checked
 

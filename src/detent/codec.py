@@ -44,7 +44,7 @@ _STORED_DTYPES = frozenset({"float32", "float64", "int32", "uint8"})
 def parse(
     text: str, what: str, *, error: type[DetentError] = FileFormatError, limit: int = TEXT_LIMIT
 ) -> dict[str, Any]:
-    """Parse JSON text that must contain an object; ``what`` names it in messages."""
+    """Parse JSON text that must contain an object; ``what`` names the text in messages."""
     if not isinstance(text, str):
         raise error(f"got {type(text).__name__} for {what}, expected JSON text")
     if len(text) > limit:
@@ -62,7 +62,7 @@ def parse(
 
 
 def _counts(text: str) -> tuple[tuple[str, int, int], ...]:
-    """Return upper bounds for the numbers of containers and values; brackets and commas in strings also count."""
+    """Return upper bounds for the counts of lists and objects, and of values; characters in strings also count."""
     return (
         ("lists and objects", text.count("[") + text.count("{"), CONTAINER_LIMIT),
         ("values", text.count(","), VALUE_LIMIT),
@@ -163,7 +163,7 @@ def encode(value: object, leaves: Leaves = _NO_LEAVES) -> Any:  # noqa: ANN401 -
 
 
 def decode(cls: type[T], value: object, where: str, leaves: Leaves = _NO_LEAVES) -> T:
-    """Make a dataclass from the data that ``encode`` returned; ``where`` names it in messages."""
+    """Make a dataclass from the data that ``encode`` returned; ``where`` names the data in messages."""
     hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     entries = table(value, where, hints)
     decoded = {name: _decoded(kind, entries[name], f"{where}.{name}", leaves) for name, kind in hints.items()}
@@ -256,17 +256,21 @@ def decode_array(value: object, what: str, *, error: type[DetentError] = FileFor
     entry = table(value, what, ("dtype", "shape", "values"), error=error)
     dtype, listed = entry["dtype"], entry["values"]
     if not isinstance(dtype, str) or dtype not in _STORED_DTYPES or not isinstance(listed, list):
-        raise error(f"got {brief(entry)} for {what}, expected numbers of dtype {', '.join(sorted(_STORED_DTYPES))}")
+        raise error(f"got {brief(entry)} for {what}, expected numbers of dtype {' or '.join(sorted(_STORED_DTYPES))}")
     shape = entry["shape"]
     if not are_sizes(shape) or len(listed) != prod(shape):
-        raise error(f"{what} has {len(listed)} numbers, which does not match the shape {brief(shape)}")
+        raise error(
+            f"{what} has {len(listed)} numbers and shape {brief(shape)}, expected one number per element of the shape"
+        )
     if not all(_is_exact(each) for each in listed):
         raise error(f"got {brief(listed)} for {what}, expected numbers in the range of float64, 'inf', '-inf' or 'nan'")
     values = np.array([_SPECIAL.get(each, each) for each in listed], np.float64)
     with np.errstate(all="ignore"):
         array = values.astype(dtype)
     if not np.array_equal(array, values, equal_nan=True):
-        raise error(f"the numbers {brief(listed)} of {what} do not fit {dtype}")
+        raise error(
+            f"the numbers {brief(listed)} of {what} do not fit {dtype}, expected numbers that {dtype} stores exactly"
+        )
     return array.reshape(shape)
 
 
@@ -302,7 +306,11 @@ def parse_call(what: str, text: str, signatures: Mapping[str, tuple[str, ...]]) 
         by_keyword = by_keyword or keyword is not None
         key = keyword[1] if keyword else "" if by_keyword or place >= len(names) else names[place]
         if key not in names or key in settings:
-            expected = f"expected {', '.join(names)}, each once and in this order" if names else "expected no settings"
+            expected = (
+                f"expected at most these settings, in this order: {', '.join(names)}"
+                if names
+                else "expected no settings"
+            )
             raise SpecError(f"unexpected setting {part.strip()!r} of {what} {text!r}: {expected}")
         settings[key] = _value(keyword[2] if keyword else part.strip())
     return name, settings
@@ -319,7 +327,7 @@ def _value(text: str) -> Setting:
 
 
 def write_call(name: str, settings: Mapping[str, Setting], defaults: Mapping[str, Setting]) -> str:
-    """Format a call; default settings are left out, and every setting after one that is left out is a keyword."""
+    """Format a call; settings with default values are left out, and settings after a gap are written as keywords."""
     parts, by_keyword = [], False
     for key, value in settings.items():
         if value == defaults[key]:
@@ -343,5 +351,7 @@ def storable(what: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise SpecError(f"{what} contains a lone surrogate, which cannot be stored: {text!r}") from error
+        raise SpecError(
+            f"{what} contains a lone surrogate, which UTF-8 cannot encode: remove it from {text!r}"
+        ) from error
     return text

@@ -1,10 +1,10 @@
-"""Conventions: the quantization rules of other systems, as plain data.
+"""Conventions: the quantization rules of other libraries and runtimes, as plain data.
 
-Systems with the formula ``q = round(x / s) + z`` differ in eight rules, such as the rounding, or the scale of a
+Libraries with the formula ``q = round(x / s) + z`` differ in eight rules, such as the rounding, or the scale of a
 symmetric range. A ``Convention`` has one field for each of these rules.
 
-Presets follow the documented formula of a system; a comment says where the system's code differs from it. A scale may
-differ by one ulp from that of the system, because detent computes scales in float64.
+Presets follow the documented formula of a library; a comment says where the library's code differs from the formula.
+A scale may differ by one ulp from the library's scale, because detent computes scales in float64.
 """
 
 import sys
@@ -43,7 +43,7 @@ class ZeroRange:
     """Rule for ranges of width zero.
 
     ============ ==========================================================================
-    unit         scale 1; zero point: nearest code to 0 (affine), the fixed one (symmetric)
+    unit         scale 1; zero point nearest to 0 (affine), or fixed by the spec (symmetric)
     unit_at_qmin scale 1, zero point qmin
     eps          the scale is raised to at least ``value``
     width        the width (symmetric: largest magnitude) is raised to at least ``value``
@@ -64,14 +64,14 @@ class ZeroRange:
             raise SpecError(f"got {self.value!r} as value of a zero range, expected a number")
         needs_value = self.kind in {"eps", "width"}
         if not (0.0 < self.value <= sys.float_info.max if needs_value else self.value == 0):
-            expected = "a positive finite value" if needs_value else "no value"
+            expected = "a positive finite value" if needs_value else "no value: leave it out"
             raise SpecError(f"got value {self.value!r} for zero range {self.kind!r}, expected {expected}")
         object.__setattr__(self, "value", float(self.value))
 
 
 @dataclass(frozen=True, repr=False)
 class Convention:
-    """Quantization rules of one system.
+    """Quantization rules of one library or runtime.
 
     Attributes:
         division: "divide" (``fl(x / s)``) or "reciprocal" (``fl(x * fl(1 / s))``).
@@ -98,7 +98,7 @@ class Convention:
     zero_range: ZeroRange
     mask: Mask
 
-    if TYPE_CHECKING:  # presets, which are set below; at run time, some tools would list them as fields
+    if TYPE_CHECKING:  # types of the presets below; if declared at run time, some tools would list presets as fields
         onnx: ClassVar["Convention"]
         torch: ClassVar["Convention"]
         torch_fused: ClassVar["Convention"]
@@ -128,7 +128,7 @@ class Convention:
                 )
         object.__setattr__(self, "rounding", get_rounding(self.rounding))
         if not isinstance(self.zero_range, ZeroRange):
-            raise SpecError(f"got zero_range={self.zero_range!r} in convention {self.name!r}, expected a ZeroRange")
+            raise SpecError(f"got zero_range={self.zero_range!r} in convention {self.name!r}, expected a dt.ZeroRange")
         if self != _PRESETS.get(self.name, self):
             raise SpecError(f"convention {self.name!r} differs from the preset of that name: choose a different name")
 

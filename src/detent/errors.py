@@ -9,7 +9,7 @@
     ├── ShapeError          (ValueError)           a wrong shape, or an axis that does not exist
     ├── DtypeError          (TypeError)            an array or value of the wrong type
     ├── OutError            (ValueError)           an ``out`` array that cannot hold the result
-    ├── NaNError            (ValueError)           NaN where the policy forbids it
+    ├── NaNError            (ValueError)           NaN in data that must not contain NaN
     ├── NotCalibratedError  (RuntimeError)         a quantizer or observer without data
     ├── StateError          (ValueError)           saved state of a different object
     ├── FileFormatError     (ValueError)           a damaged or unexpected file
@@ -88,8 +88,8 @@ class NaNError(DetentError, ValueError):
     >>> dt.quantize(np.array([1.0, np.nan], np.float32), dt.QuantParams.int8_symmetric())
     Traceback (most recent call last):
     ...
-    detent.errors.NaNError: x contains 1 NaN in 2 elements, first at (1,): clean the data, or pass nan='zero_point' \
-or nan='qmin'
+    detent.errors.NaNError: x contains 1 NaN in 2 elements, first at (1,): replace NaN in the data, or pass \
+nan='zero_point' or nan='qmin'
     """
 
     def __init__(self, message: str, count: int, first_index: tuple[int, ...]) -> None:
@@ -147,7 +147,7 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
     }
 )
 INSTALL = "pip install 'detent["
-NOTHING_QUANTIZED = "no layer was quantized"  # the beginning of a message; commands have an exit code for it
+NOTHING_QUANTIZED = "no layer was quantized"  # how an error message begins; commands have an exit code for this error
 
 
 def install_hint(package: str) -> str:

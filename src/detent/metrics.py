@@ -109,7 +109,7 @@ class OutputComparison:
     elements. The first output also has the agreement of predicted classes, if it has class scores or labels.
 
     The shape of an output may depend on the data, as after NonMaxSuppression. An output is not compared on a batch if
-    its shapes differ or if it has no elements; ``not_compared`` lists such outputs.
+    its two shapes differ or if it has no elements; ``not_compared`` lists such outputs.
 
     >>> comparison = OutputComparison(["scores", "boxes"])
     >>> scores, boxes = np.float32([[1, 2, 3]]), np.zeros((3, 4), np.float32)
@@ -195,7 +195,7 @@ class OutputComparison:
 
     @property
     def agreement_interval(self) -> tuple[float, float] | None:
-        """The Wilson interval of the agreement, with 95 % confidence; None without ``agreement``."""
+        """The Wilson interval of the agreement, with 95 % confidence; None if ``agreement`` is None."""
         equal, total = self.agreement_counts
         return wilson_interval(equal, total) if total else None
 

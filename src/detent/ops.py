@@ -110,7 +110,7 @@ def dequantize(
 def fake_quantize(
     x: ArrayLike, params: ParamsLike, *, out: Array | None = None, nan: NaNPolicy = "propagate", step: int = 0
 ) -> Array:
-    """Fake-quantize x: ``dequantize(quantize(x))`` in one call, with the same bits; the result has x's dtype.
+    """Fake-quantize x: ``dequantize(quantize(x))`` in one call, bit for bit; the result has x's dtype.
 
     Args:
         x: float data.
@@ -187,8 +187,8 @@ def fake_quantize_masked(
 def fake_quantize_masked_backward(g: ArrayLike, mask: Array, params: QuantParams, *, out: Array | None = None) -> Array:
     """Return the gradient of x from the mask of ``fake_quantize_masked``.
 
-    It equals the result of ``fake_quantize_backward`` bit for bit. ``params`` must be those of the forward pass. A spec
-    is not enough, because there is no x to derive params from.
+    The result equals that of ``fake_quantize_backward`` bit for bit. ``params`` must be those of the forward pass. A
+    spec is not enough, because there is no x to derive params from.
 
     >>> import detent as dt, numpy as np
     >>> dt.fake_quantize_masked_backward(np.ones(3), np.array([6], np.uint8), dt.QuantParams.int8_symmetric())
@@ -300,8 +300,8 @@ def fake_quantize_dynamic(
     low, high, nonfinite = minmax(data, tiling)
     if (low > high).any():
         raise RangeError(
-            f"{nonfinite} of {data.size} elements of x are NaN or infinite, so {int((low > high).sum())} of {low.size} "
-            "scales have no finite element: remove these elements, or use a coarser granularity"
+            f"x is not finite in {nonfinite} of {data.size} elements, so there is no finite element for "
+            f"{int((low > high).sum())} of {low.size} scales: replace these elements, or use a coarser granularity"
         )
     params = QuantParams.from_range(spec, low, high, dtype=compute_dtype(data.dtype))
     plan = find_plan("fake_quantize", data.shape, data.dtype, spec)

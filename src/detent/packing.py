@@ -113,18 +113,24 @@ def unpack(
     data = np.ascontiguousarray(as_array("packed", packed))
     if data.dtype != np.uint8 or data.shape != (expected,):
         raise FileFormatError(
-            f"got {data.dtype} of shape {data.shape}, expected uint8 of shape ({expected},) for bits={bits} "
-            f"and count={count}"
+            f"got packed codes of dtype {data.dtype} and shape {data.shape}, expected uint8 of shape ({expected},) for "
+            f"bits={bits} and count={count}"
         )
     padded = -(-count // len(order)) * len(order)
     if padded * bits % BYTE and data[-1] >> padded * bits % BYTE:
-        raise FileFormatError(f"the {counted(-padded * bits % BYTE, 'padding bit')} after the last code must be zero")
+        raise FileFormatError(
+            f"the {counted(-padded * bits % BYTE, 'padding bit')} after the last code must be zero: pass "
+            "the bits and layout of the packed codes"
+        )
     codes = unpack_bits(data, bits, padded, signed=signed)
     if len(order) == 1:
         return codes
     ordered = codes.reshape(-1, len(order))[:, np.argsort(order)].reshape(-1)
     if ordered[count:].any():
-        raise FileFormatError(f"the {counted(padded - count, 'padding code')} of the last block must be zero")
+        raise FileFormatError(
+            f"the {counted(padded - count, 'padding code')} of the last block must be zero: pass the "
+            "bits and layout of the packed codes"
+        )
     return ordered[:count]
 
 
@@ -134,5 +140,5 @@ def _get_layout(layout: str | Layout, bits: int) -> Layout:
     if not isinstance(row, Layout):
         raise SpecError(f"unknown layout {layout!r}{closest(str(layout), LAYOUTS)} expected {', '.join(LAYOUTS)}")
     if row.bits not in {None, bits}:
-        raise ShapeError(f"got {bits} bits for layout {row.name!r}, expected {row.bits} bits: use 'low_first'")
+        raise ShapeError(f"got {bits} bits for layout {row.name!r}, expected {row.bits} bits: use layout 'low_first'")
     return row

@@ -140,13 +140,13 @@ class QuantParams:
         if isinstance(spec.granularity, PerTensor) and low.size == 1:
             low, high = low.reshape(()), high.reshape(())
         if not low.size:
-            raise RangeError(f"got empty bounds of shape {low.shape}, expected at least one range")
+            raise RangeError(f"got empty bounds of shape {low.shape}, expected at least one lo and one hi")
         check_scale_shape(spec.granularity, low.shape, "lo and hi")
         return cls.trusted(spec, derive(spec, low, high, scale_dtype(dtype)), low, high)
 
     @classmethod
     def trusted(cls, spec: QuantSpec, derived: Parameters, low: Array, high: Array) -> "QuantParams":
-        """Make params from the result of a scale rule; it is not checked again."""
+        """Make params from the result of a scale rule; the result is not checked again."""
         params = cls.__new__(cls)
         bounds = low.astype(np.float64, "C"), high.astype(np.float64, "C")
         arrays = (derived.scale, derived.zero_point, *bounds, derived.block_scale, derived.tensor_scale)
@@ -178,7 +178,7 @@ class QuantParams:
         if nonfinite:
             raise RangeError(
                 f"x is not finite in {nonfinite} of {data.size} elements, the first at index {first_nonfinite(data)}: "
-                "clean the data, or use detent.observers.MinMax, which skips such elements"
+                "replace these elements, or use detent.observers.MinMax, which skips them"
             )
         return cls.from_range(spec, lo, hi, dtype=compute_dtype(data.dtype))
 
@@ -194,7 +194,7 @@ class QuantParams:
             shape = np.broadcast_shapes(low.shape, self.scale.shape)
         except ValueError:
             raise ShapeError(
-                f"got bounds of shape {low.shape}, which do not broadcast with the scale's shape {self.scale.shape}"
+                f"got bounds of shape {low.shape}, expected single values or the scale's shape {self.scale.shape}"
             ) from None
         low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
         return type(self).from_range(self.spec, low, high, dtype=self.scale.dtype)
@@ -309,15 +309,16 @@ class QuantParams:
         names = {f.name for f in fields(cls)} - {"spec"}
         if not isinstance(arrays, Mapping) or not {"scale", "zero_point"} <= set(arrays) <= names:
             raise ParamsError(
-                f"got the arrays {list(arrays)!r}, expected 'scale', 'zero_point' and any of {sorted(names)}"[
-                    :MAX_MESSAGE
-                ]
+                f"got the arrays {list(arrays)!r}, expected 'scale', 'zero_point' and optionally "
+                f"{sorted(names - {'scale', 'zero_point'})}"[:MAX_MESSAGE]
             )
         values: dict[str, Any] = dict(arrays)
         if "block_scale" in values:
             bits = np.asarray(values["block_scale"])
             if bits.dtype != np.uint8:
-                raise ParamsError(f"got block_scale of dtype {bits.dtype}, expected float8 bits in uint8")
+                raise ParamsError(
+                    f"got block_scale of dtype {bits.dtype}, expected float8 bits in uint8, as to_arrays returns them"
+                )
             values["block_scale"] = bits.view(E4M3)
         return cls(get_spec(spec), **values)
 
@@ -409,7 +410,9 @@ def as_zero_point(spec: QuantSpec, value: ArrayLike | None, shape: tuple[int, ..
         return np.full(shape, spec.symmetric_zero_point if spec.symmetric else affine, np.int32)
     array = numbers("zero_point", value)
     if not (array == np.trunc(array)).all() or not (np.abs(array.astype(np.float64)) < INT32_LIMIT).all():
-        raise ParamsError(f"got zero_point {brief(array)}, expected integers that fit int32: round the zero point")
+        raise ParamsError(
+            f"got zero_point {brief(array)}, expected integers that fit int32: round the zero point, or clamp it"
+        )
     return broadcast("zero_point", array.astype(np.int32), shape)
 
 
@@ -422,7 +425,9 @@ def broadcast(name: str, values: NDArray[Any], shape: tuple[int, ...]) -> NDArra
     try:
         return np.broadcast_to(values, shape)
     except ValueError:
-        raise ShapeError(f"got {name} of shape {values.shape}, expected the scale's shape {shape}") from None
+        raise ShapeError(
+            f"got {name} of shape {values.shape}, expected a single value or the scale's shape {shape}"
+        ) from None
 
 
 def bounds(lo: ArrayLike, hi: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -448,7 +453,7 @@ def check_bounds(low: NDArray[np.float64], high: NDArray[np.float64]) -> None:
     if bad.any():
         at = int(np.argmax(bad))
         raise RangeError(
-            f"got lo {low.flat[at]} > hi {high.flat[at]}{_where(bad)}, expected lo <= hi: were they swapped?"
+            f"got lo {low.flat[at]} > hi {high.flat[at]}{_where(bad)}, expected lo <= hi: were lo and hi swapped?"
         )
 
 
@@ -495,9 +500,10 @@ def check_zero_points(spec: QuantSpec, zero_point: NDArray[np.int32]) -> None:
     outside = (zero_point < low) | (zero_point > high)
     if outside.any():
         expected = f"{low} (the spec is symmetric)" if spec.symmetric else f"in [{low}, {high}]"
+        repair = "leave zero_point out" if spec.symmetric else "clamp the zero points"
         raise ParamsError(
-            f"zero points of {spec} must be {expected}, got {int(zero_point[outside].flat[0])}: "
-            f"the zero point is invalid in {int(outside.sum())} of {outside.size} parameter sets"
+            f"zero points of {spec} must be {expected}, got {int(zero_point[outside].flat[0])} "
+            f"(invalid: {int(outside.sum())} of {outside.size} zero points): {repair}"
         )
 
 

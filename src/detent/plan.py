@@ -39,6 +39,7 @@ from detent.packing import packed_size
 from detent.params import QuantParams
 from detent.spec import QuantSpec, code_dtype, get_spec, short_spec
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, Tanh, get_estimator
+from detent.tables import counted
 
 __all__ = ["NaNPolicy", "Plan", "PrecisionGuarantee", "find_plan"]
 
@@ -147,7 +148,7 @@ class Plan:
     def precision_guarantee(self) -> PrecisionGuarantee:
         """The guarantees of the plan's arithmetic.
 
-        With the estimator Tanh it is not ``bit_stable``, because the platform's tanh differs between machines.
+        With the estimator Tanh, ``bit_stable`` is False, because the platform's tanh differs between machines.
         """
         return PrecisionGuarantee(self._compute, bit_stable=not isinstance(self.ste, Tanh))
 
@@ -179,13 +180,15 @@ class Plan:
         >>> plan.check(np.zeros(4, np.float32), dt.QuantParams.int8_symmetric())
         Traceback (most recent call last):
         ...
-        detent.errors.ShapeError: x has shape (4,), expected (3,): select a plan for this shape
+        detent.errors.ShapeError: x has shape (4,), expected (3,): pass an array of shape \
+(3,), or select a plan for shape (4,)
         """
         names = self._operands
         given = dict(zip(names, operands, strict=False))
         if not len(names) - 1 <= len(operands) <= len(names):
             raise DtypeError(
-                f"{self.operation} needs the operands {', '.join(names[:-1])} and optionally out, got {len(operands)}"
+                f"{self.operation} needs the operands {', '.join(names[:-1])} and optionally out, got "
+                f"{counted(len(operands), 'operand')}"
             )
         inputs = {name: given[name] for name in names[:-2]}
         for name, array in inputs.items():
@@ -228,7 +231,7 @@ class Plan:
         step: int,
         grad_scale: float | None,
     ) -> Result:
-        """Return the callable's gradient of x; for learned parameters, also the kernel's gradients of them."""
+        """Return the callable's gradient of x; for learned parameters, also the kernel's other two gradients."""
         g, x = inputs
         gx = as_array("the result of ste", ste.function(g, x, params))  # type: ignore[arg-type]  # anything
         if gx.shape != g.shape or gx.dtype != g.dtype:
@@ -258,9 +261,12 @@ class Plan:
         dtype, shape = accepted[0]
         if array.dtype != dtype:
             raise DtypeError(
-                f"{name} has dtype {array.dtype}, expected {dtype}: convert it, or select a plan for its dtype"
+                f"{name} has dtype {array.dtype}, expected {dtype}: convert {name}, or select a plan for its dtype"
             )
-        raise ShapeError(f"{name} has shape {array.shape}, expected {shape}: select a plan for this shape")
+        raise ShapeError(
+            f"{name} has shape {array.shape}, expected {shape}: pass an array of shape {shape}, or select a plan for "
+            f"shape {array.shape}"
+        )
 
     def check_params(self, params: object) -> None:
         """Raise unless the parameters match the plan's spec and shape."""

@@ -20,7 +20,7 @@ MARGIN_INCHES = 1.0  # title and axis labels
 
 
 def bar_axes(ax: "Axes | None", names: Sequence[str]) -> "Axes":
-    """Return Axes with a labeled row for each name, the first on top: ``ax`` if given, or new Axes of suitable height.
+    """Return ``ax``, or new Axes if ``ax`` is None, with one labeled row per name, the first row on top.
 
     Raises:
         UnsupportedError: Axes are needed, and matplotlib is not installed.

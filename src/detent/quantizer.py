@@ -290,7 +290,7 @@ class FakeQuantize:
         return self.spec.qmin, self.spec.qmax
 
     def float_range(self) -> tuple[Any, Any]:
-        """Return the lowest and highest value of each parameter set: floats if per-tensor, else arrays.
+        """Return the lowest and highest value that codes can represent: floats if per-tensor, else arrays.
 
         >>> FakeQuantize.from_bits(8, scale=0.5).float_range()
         (-63.5, 63.5)
@@ -329,11 +329,16 @@ class FakeQuantize:
         parts = _split_state(state)
         if parts.spec != self.spec:
             raise StateError(
-                f"got a state with {parts.spec!r}, but this quantizer has {self.spec!r}: use the same spec"
+                f"got a state with {parts.spec!r}, but this quantizer has {self.spec!r}: make a quantizer with the "
+                "spec of the state"
             )
         if bool(parts.observed) != (self._scales.observer is not None):
-            has = "has an" if parts.observed else "has no"
-            raise StateError(f"the state {has} observer, which does not fit mode {self.mode}: use the same mode")
+            has = (
+                "has an observer, so its mode was EMA" if parts.observed else "has no observer, so its mode was not EMA"
+            )
+            raise StateError(
+                f"the state {has}, but this quantizer has mode {self.mode}: make a quantizer with the mode of the state"
+            )
         with reading(f"the state is invalid for {self.spec}", error=StateError):
             scales = ScaleState.empty(self.spec, self.mode).loaded(parts.arrays, parts.observed)
         self._scales, self.step, self._last = scales, parts.step, None
@@ -361,7 +366,7 @@ class ScaleState:
     def empty(cls, spec: QuantSpec, mode: ScaleMode) -> "ScaleState":
         if isinstance(mode, Learned) and spec.scale_format != "float":
             raise SpecError(
-                f"mode Learned needs a float scale, got scale_format {spec.scale_format!r}: use another mode or spec"
+                f"mode Learned needs scale_format 'float', got {spec.scale_format!r}: use another mode or spec"
             )
         return cls(spec, mode, observer=EMAMinMax(mode.decay, spec.granularity) if isinstance(mode, EMA) else None)
 

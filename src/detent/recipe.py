@@ -167,7 +167,7 @@ class Recipe:
         >>> Recipe([Rule("haed*", skip=True)]).check_matched([("body.0", ["Linear"]), ("head", ["Linear"])])
         Traceback (most recent call last):
         ...
-        detent.errors.SpecError: 1 of 1 rules matches none of the 2 layers:
+        detent.errors.SpecError: 1 of 1 rules matches none of 2 layers:
           rule 0, dt.Rule('haed*', skip=True): no name matches 'haed*': did you mean 'head'?
         """
         checked = [_as_layer(layer) for layer in layers]
@@ -175,7 +175,7 @@ class Recipe:
         if unmatched:
             rules = f"{len(unmatched)} of {len(self.rules)} rules {'matches' if len(unmatched) == 1 else 'match'}"
             lines = [f"  rule {i}, {self.rules[i]!r}: {explain_unmatched(self.rules[i], checked)}" for i in unmatched]
-            raise SpecError("\n".join([f"{rules} none of the {len(checked)} layers:", *lines]))
+            raise SpecError("\n".join([f"{rules} none of {counted(len(checked), 'layer')}:", *lines]))
 
     def to_json(self) -> str:
         """Return the recipe as JSON text, with a version number.

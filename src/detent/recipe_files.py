@@ -59,7 +59,8 @@ def to_bytes(path: Path, name: str, rules: tuple[Rule, ...]) -> bytes:
     data = write(name, rules).encode()
     if len(data) > SIZE_LIMIT:
         raise FileFormatError(
-            f"the recipe has {len(data)} bytes, expected at most {SIZE_LIMIT}, the limit of load: use fewer rules"
+            f"the recipe has {len(data)} bytes, expected at most {SIZE_LIMIT} (the limit of Recipe.load): use fewer "
+            "rules"
         )
     return data
 
@@ -143,7 +144,8 @@ def _toml_data(text: str) -> object:
     dots = max((line.count(".") for line in _QUOTED.sub("", text).split("\n")), default=0)
     if dots > DOTS_LIMIT:
         raise SpecError(
-            f"not the TOML of a recipe: a line has {dots} dots outside of strings, expected at most {DOTS_LIMIT}"
+            f"not the TOML of a recipe: a line has {dots} dots outside of strings, expected at most {DOTS_LIMIT}: "
+            "split the line"
         )
     return tomllib.loads(text)
 

@@ -116,7 +116,7 @@ class ObserverSpec:
         return _CLASSES[self.kind](granularity=granularity, **dict(self.settings))
 
     def params_of(self, x: NDArray[Any], spec: QuantSpec) -> QuantParams:
-        """Compute the parameters of one array, such as a weight; the squared error is searched without a histogram."""
+        """Compute the parameters of one array, such as a weight; "mse" with norm 2 does not use a histogram."""
         if self.kind == "mse" and dict(self.settings)["norm"] == SQUARED and np.isfinite(x).all():
             return best_params(x, spec)
         return self.make(spec.granularity).observe(x).params(spec)
@@ -245,7 +245,7 @@ class Rule:
             raise SpecError(f"got skip={skip!r}, expected True or False")
         named = [name for name in SPECS if getattr(self, name) is not None]
         if self.skip and named:
-            raise SpecError(f"got skip=True and a spec for {' and '.join(named)}: leave out one of them")
+            raise SpecError(f"got skip=True and a spec for {' and '.join(named)}: leave out skip or the specs")
 
     def matches(self, layer: Layer) -> bool:
         """Return whether the rule selects the layer.
@@ -306,8 +306,8 @@ def get_weight_spec(value: SpecLike) -> QuantSpec:
 def _activation_spec(name: str, value: SpecLike) -> QuantSpec:
     if isinstance(value, str) and CHANNEL in value.split("/"):
         raise SpecError(
-            f"got {name}={value!r}, but 'channel' means the output channels of a weight: use tensor or token for "
-            "activations"
+            f"got {name}={value!r}, but 'channel' means the output channels of a weight: use 'tensor' or 'token' "
+            "for activations"
         )
     return get_spec(value)
 

@@ -54,7 +54,7 @@ class ScaleMode:
         Raises:
             SpecError: the text is not the JSON of a mode.
         """
-        complaint = f"not the JSON of a scale mode, for example {EMA().to_json()!r}"
+        complaint = f"not the JSON of a scale mode, expected for example {EMA().to_json()!r}"
         with reading(complaint, error=SpecError):
             data = parse(text, "a scale mode", error=SpecError)
             return _MODES[data.pop("kind")](**data)
@@ -70,14 +70,14 @@ class EMA(ScaleMode):
     """Parameters from an exponential moving average of the batches' ranges (EMA range).
 
     ``state = decay * state + (1 - decay) * batch``; the first batch sets the state. The averaging constant (or
-    momentum) of other systems is the weight of the *new* batch, which is ``1 - decay``.
+    momentum) of other libraries is the weight of the *new* batch, which is ``1 - decay``.
     """
 
     decay: float = 0.99
 
     def __post_init__(self) -> None:
         if isinstance(self.decay, bool) or not isinstance(self.decay, Real) or not 0.0 <= self.decay < 1.0:
-            raise SpecError(f"got EMA decay {self.decay!r}, expected a number in [0, 1): the weight of the old average")
+            raise SpecError(f"got EMA decay {self.decay!r}, expected the weight of the old average, a number in [0, 1)")
         object.__setattr__(self, "decay", float(self.decay))
 
 

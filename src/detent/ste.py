@@ -26,9 +26,7 @@ __all__ = ["Clipped", "Custom", "Estimator", "EstimatorLike", "HardTanh", "Ident
 
 def _check(owner: str, field: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise SpecError(
-            f"unknown {owner} {field} {value!r}{closest(str(value), choices)} expected {' or '.join(choices)}"
-        )
+        raise SpecError(f"got {owner}({field}={value!r}){closest(str(value), choices)} expected {' or '.join(choices)}")
 
 
 @dataclass(frozen=True)

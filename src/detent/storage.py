@@ -87,10 +87,14 @@ def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
     for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
         label = f"tensor {name[:MAX_CHARS_SHOWN]!r}"
         if begin != position:
-            raise FileFormatError(f"{label} begins at byte {begin}, expected {position}: there is a hole or an overlap")
+            raise FileFormatError(
+                f"{label} begins at byte {begin}, expected {position}: the file has a hole or an overlap"
+            )
         position = end
         if end > len(body):
-            raise FileFormatError(f"{label} ends at byte {end} of {len(body)}: the file is truncated")
+            raise FileFormatError(
+                f"{label} ends at byte {end}, but the data end at byte {len(body)}: the file is truncated"
+            )
         arrays[name] = np.frombuffer(body, dtype, count=prod(shape), offset=begin).reshape(shape)
     if position != len(body):
         count = counted(len(body) - position, "unexpected byte")
@@ -234,5 +238,7 @@ def _checked_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int,
     begin, end = offsets
     expected = prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
     if end - begin != expected:
-        raise FileFormatError(f"{label} of {dtype} {shape} needs {expected} bytes, but its offsets span {end - begin}")
+        raise FileFormatError(
+            f"{label} of {dtype} {shape} needs {expected} bytes, but its data_offsets span {end - begin}"
+        )
     return _DTYPES[dtype], tuple(shape), begin, end

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 MAX_NAME_CHARS = 60  # longer names are shortened in tables
-HISTOGRAM_SIZE = 256, 48  # width and height in pixels: a narrow notebook column, and two table rows
+HISTOGRAM_SIZE = 256, 48  # pixels: as wide as a narrow notebook column, as high as two table rows
 HTML_HEIGHT = "32em"  # a longer table in a notebook scrolls
 
 

@@ -229,7 +229,7 @@ class QuantizedTensor:
 
     def __len__(self) -> int:
         if not self._shape:
-            raise ShapeError("a 0-d QuantizedTensor has no length")
+            raise ShapeError("a 0-d QuantizedTensor has no length: use its attribute size")
         return int(self._shape[0])
 
     def __repr__(self) -> str:
@@ -323,7 +323,8 @@ def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
     if spec.format.kind == "float":
         if codes.dtype != storage_type:
             raise DtypeError(
-                f"got codes of dtype {codes.dtype}, expected {storage_type} for {spec.format.name}: use astype or view"
+                f"got codes of dtype {codes.dtype}, expected {storage_type} for {spec.format.name}: use astype for "
+                "values, or view for bit patterns"
             )
         if codes.size and int(codes.view(np.uint8).max()) >> spec.bits:
             raise ParamsError(f"got codes of more than {spec.bits} bits for {spec.format.name}: clear the higher bits")
@@ -362,7 +363,9 @@ def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
     ellipses = [i for i, part in enumerate(parts) if isinstance(part, EllipsisType)]
     missing = len(shape) - (len(parts) - len(ellipses))
     if len(ellipses) > 1 or missing < 0:
-        raise ShapeError(f"index {index!r} has too many parts for shape {shape}")
+        raise ShapeError(
+            f"index {index!r} has too many parts for shape {shape}, expected at most one slice per axis and one ..."
+        )
     at = ellipses[0] if ellipses else len(parts)
     parts[at : at + 1] = [slice(None)] * missing
     slices = tuple(part for part in parts if isinstance(part, slice))
@@ -446,5 +449,6 @@ def expand(spec: QuantSpec, arrays: Mapping[str, NDArray[Any]], scale_shape: tup
 def _check_array(name: str, array: NDArray[Any], dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
     if array.dtype.name not in dtypes or array.shape != shape:
         raise FileFormatError(
-            f"got {name} of dtype {array.dtype} and shape {array.shape}, expected {' or '.join(dtypes)} and {shape}"
+            f"got {name} of dtype {array.dtype} and shape {array.shape}, expected dtype "
+            f"{' or '.join(dtypes)} and shape {shape}"
         )

@@ -181,8 +181,8 @@ def assert_same_codes(
         data: batches, or a file or directory of batches, as for ``dt.verify``; a few batches are enough.
 
     Raises:
-        VerificationError: a mismatch; the message shows node, index, value and scale of the first mismatch. It is an
-            AssertionError.
+        VerificationError: a mismatch; the message shows node, index, value and scale of the first mismatch. The error
+            is an AssertionError.
         DetentError: damaged files, files without quantizers, or data that do not match the model's inputs.
 
     >>> import numpy as np

@@ -116,7 +116,7 @@ LEARNABLE = [(spec, mode) for spec in SPECS for mode in MODES if spec[:2] not in
 
 @pytest.mark.parametrize("spec", ["mxfp4", "nvfp4"])
 def test_a_scale_of_few_bits_cannot_be_learned(spec):
-    with pytest.raises(dt.SpecError, match="mode Learned needs a float scale"):
+    with pytest.raises(dt.SpecError, match="mode Learned needs scale_format"):
         dt.FakeQuantize(spec, mode=dt.Learned())
 
 

@@ -168,7 +168,7 @@ def test_an_empty_recipe() -> None:
 
 def test_an_empty_model() -> None:
     assert qt.plan(nn.ReLU(), dt.Recipe([])).layers == ()
-    with pytest.raises(dt.SpecError, match="matches none of the 0 layers"):
+    with pytest.raises(dt.SpecError, match="matches none of 0 layers"):
         qt.plan(nn.ReLU(), "w8a8")
 
 
