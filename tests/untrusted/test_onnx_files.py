@@ -426,7 +426,7 @@ def _(directory):
     return model
 
 
-@case("a thousand tensors of the same megabyte", "4 times its size")
+@case("a thousand tensors of the same megabyte", "4 times the size of this file")
 def _(directory):
     model = good()
     (directory / "w.data").write_bytes(bytes(MEGABYTE))

@@ -123,7 +123,9 @@ class ArrayFile:
         """
         with self._open() as parts:
             if {name: header for name, (header, _) in parts.items()} != self.headers:
-                raise FileFormatError("the file changed while it was being read")
+                raise FileFormatError(
+                    "the file changed after it was opened: read it again, and do not write it meanwhile"
+                )
             fortran = {name: _read(file, head, head.shape) for name, (head, file) in parts.items() if head.is_fortran}
             starts = {name: file.tell() for name, (_, file) in parts.items()}
             length = min(header.shape[0] for header in self.headers.values())
@@ -145,7 +147,9 @@ def _check_members(members: list[ZipInfo], size: int) -> None:
     if len({*names}) != len(names):
         raise FileFormatError("two members have the same name: write the file again with numpy.savez")
     if sum(member.compress_size for member in members) > size:
-        raise FileFormatError(f"the members claim more bytes than the file has ({size})")
+        raise FileFormatError(
+            f"the members claim more bytes than the {size} of the file: write the file again with numpy.savez"
+        )
     for member in members:
         name = repr(member.filename[:MAX_CHARS_SHOWN])
         if not member.filename.endswith(".npy"):
@@ -170,7 +174,10 @@ def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
         raise FileFormatError(f"{what} does not begin like an .npy file: write it with numpy.save or numpy.savez")
     length = int.from_bytes(file.read(width), "little")
     if length > HEADER_LIMIT:
-        raise FileFormatError(f"{what} has a header of {length} bytes, expected at most {HEADER_LIMIT}")
+        raise FileFormatError(
+            f"{what} has a header of {length} bytes, expected at most {HEADER_LIMIT}: save the array again with "
+            "numpy.save"
+        )
     text = file.read(length).decode("latin-1")
     dtype, order, shape = (pattern.search(text) for pattern in (_DTYPE, _ORDER, _SHAPE))
     if dtype is None or order is None or shape is None or len(text) != length:
@@ -197,7 +204,9 @@ def _read(file: IO[bytes], header: _ArrayHeader, shape: tuple[int, ...]) -> Arra
     expected = prod(shape) * header.dtype.itemsize
     data = file.read(expected)
     if len(data) != expected:
-        raise FileFormatError(f"the file is truncated: expected {expected} more bytes, got {len(data)}")
+        raise FileFormatError(
+            f"the file is truncated: expected {expected} more bytes, got {len(data)}: copy or save the file again"
+        )
     flat = np.frombuffer(data, header.dtype).astype(header.dtype.newbyteorder("="), copy=False)
     return flat.reshape(shape, order="F" if header.is_fortran else "C")
 
@@ -421,7 +430,7 @@ def _by_name(batch: Batch, inputs: Sequence[InputInfo], where: str) -> Mapping[s
     parts = batch if isinstance(batch, tuple | list) else (batch,)
     if len(parts) != len(names):
         raise SpecError(
-            f"{where} has {len(parts)} arrays, but the model expects {len(names)}: pass a dict with {', '.join(names)}"
+            f"{where}: the number of arrays must be {len(names)}, got {len(parts)}: pass a dict with {', '.join(names)}"
         )
     return dict(zip(names, parts, strict=True))
 
@@ -433,7 +442,7 @@ def _check_names(batch_names: Sequence[Any], names: Sequence[str], where: str) -
         raise SpecError(f"{where}: the model has no input {unknown[0]!r}{hint} its inputs are {', '.join(names)}")
     missing = [name for name in names if name not in batch_names]
     if missing:
-        raise SpecError(f"{where} lacks the inputs {', '.join(missing)}: pass an array for each input")
+        raise SpecError(f"{where} has no array for {', '.join(missing)}: pass an array for each input")
 
 
 def _as_array(value: Any, info: InputInfo, where: str) -> Array:  # noqa: ANN401 - whatever callers give

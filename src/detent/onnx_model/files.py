@@ -150,7 +150,9 @@ def _copy(model: ModelProto) -> ModelProto:
 def _parse(path: Path) -> ModelProto:
     name = os.fspath(path)
     if not path.is_file():
-        raise FileFormatError(f"{name}: there is no such file" if not path.exists() else f"{name} is not a file")
+        raise FileFormatError(
+            f"{name}: there is no such file" if not path.exists() else f"{name} is not a file, expected an ONNX file"
+        )
     model = ModelProto()
     try:
         with path.open("rb") as file:
@@ -228,7 +230,9 @@ def _check_versions(model: ModelProto) -> None:
     for entry in model.opset_import:
         domain = "" if entry.domain in MAIN else entry.domain
         if versions.setdefault(domain, entry.version) != entry.version:
-            raise FileFormatError(f"the model has two versions of the opset {entry.domain!r}")
+            raise FileFormatError(
+                f"the model has two versions of the opset {entry.domain!r}, expected one: export the model again"
+            )
     if versions.get("", 1) < 1:
         raise FileFormatError(f"the model has opset {versions['']}, expected at least 1")
     if versions.get("", 1) > NEWEST_OPSET:
@@ -373,7 +377,7 @@ class _ExternalData:
 
     def _check_file(self, path: Path, shown: str, status: os.stat_result, end: int, length: int) -> None:
         if not stat.S_ISREG(status.st_mode):
-            raise FileFormatError(f"has external data in {shown}, which is not a regular file")
+            raise FileFormatError(f"has external data in {shown}, which is not a regular file: store the data in one")
         if status.st_nlink != 1:
             raise FileFormatError(f"has external data in {shown}, which has hard links: replace it by a copy")
         if end > status.st_size:
@@ -382,7 +386,8 @@ class _ExternalData:
         self._claimed[path] = self._claimed.get(path, 0) + length
         if self._claimed[path] > MAX_SHARING * status.st_size:
             raise FileFormatError(
-                f"has external data in {shown}, from which all tensors together read over {MAX_SHARING} times its size"
+                f"has external data in {shown}; together, the tensors read over {MAX_SHARING} times the size of this "
+                "file: store the data of each tensor separately"
             )
 
 

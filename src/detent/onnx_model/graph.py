@@ -135,7 +135,9 @@ def make_tensor(name: str, values: Array, kind: int | None = None) -> TensorProt
     if is_integer_type(kind) and array.size:
         lo, hi = element_range(kind)
         if array.min() < lo or array.max() > hi:
-            raise FileFormatError(f"{name}: codes from {array.min()} to {array.max()} do not fit type range {lo}..{hi}")
+            raise FileFormatError(
+                f"{name}: codes from {array.min()} to {array.max()} do not fit the range of their type, {lo}..{hi}"
+            )
     if kind in {TensorProto.INT4, TensorProto.UINT4}:
         stored = pack(array.ravel().astype(np.uint8) & 0xF, 4)
     else:
@@ -235,7 +237,9 @@ def sort_nodes(graph: GraphProto) -> None:
         for name in node.output:
             if name and writer.setdefault(name, i) != i:
                 first = describe(graph.node[writer[name]])
-                raise FileFormatError(f"two nodes write {name!r}: {first} and {describe(node)}")
+                raise FileFormatError(
+                    f"two nodes write {name!r}: {first} and {describe(node)}; rename one of the outputs"
+                )
     needs = [{writer[name] for name in reads(node) if name in writer} for node in graph.node]
     if all(max(before, default=-1) < i for i, before in enumerate(needs)):
         return
@@ -351,7 +355,9 @@ class Graph:
         """Opset of the main ONNX domain."""
         versions = [entry.version for entry in self.model.opset_import if entry.domain in MAIN]
         if not versions:
-            raise UnsupportedError("the model imports no opset of the main ONNX domain")
+            raise UnsupportedError(
+                "the model imports no opset of the main ONNX domain, expected one: export the model again"
+            )
         return int(max(versions))
 
     def fresh(self, stem: str) -> str:

@@ -15,8 +15,8 @@ changes no value, and blocks the fusion.
 ONNX Runtime also inserts a separate DequantizeLinear for every node that reads dequantized data. Then it no longer
 fuses patterns of float operators that start from one tensor, such as GELU. A Max node before the pattern prevents this.
 
-If a MaxPool reads float data, ONNX Runtime moves the QuantizeLinear after the MaxPool to before it. The MaxPool then
-runs on a kernel for bytes that is several times slower. A Max node after the MaxPool prevents this.
+If a MaxPool reads float data, ONNX Runtime moves a QuantizeLinear from the output of the MaxPool to its input. The
+MaxPool then runs on a kernel for bytes that is several times slower. A Max node after the MaxPool prevents this.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -140,7 +140,7 @@ class _Threats:
         """Whether ONNX Runtime may quantize a layer that must compute in float."""
         if node.input[0] not in self.dequantized:
             return False
-        if self.graph.node_name(node) in names:  # no QuantizeLinear after it is needed
+        if self.graph.node_name(node) in names:  # even without a QuantizeLinear after it
             return True
         return node.output[0] in self.quantized and self._is_float_constant(node.input[1])
 

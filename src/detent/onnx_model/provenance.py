@@ -23,7 +23,7 @@ __all__ = ["KEY", "RUNTIME_KEY", "Provenance", "RuntimeRecord", "digest_of"]
 KEY, RUNTIME_KEY = "detent", "detent.runtime"
 VERSION = 2
 RUNTIME_VERSION = 1
-TEXT_LIMIT = 1 << 24  # characters of an entry
+TEXT_LIMIT = 1 << 24  # limit on the characters of an entry
 MODEL_DIGITS = 32  # hexadecimal digits of a digest
 _PARTS: Leaves = {dict: Leaf(lambda value: value, lambda value: value)}  # decoded by the modules that encoded them
 
@@ -143,7 +143,7 @@ class RuntimeRecord:
             raise FileFormatError(f"{entry}: kernels must be a JSON object of lists, got {by_kernel!r:.60}")
         names = [(node, kernel) for kernel, nodes in by_kernel.items() for node in nodes]
         if not all(isinstance(node, str) for node, _ in names):
-            raise FileFormatError(f"{entry}: kernels must list node names")
+            raise FileFormatError(f"{entry}: kernels must list node names, got {by_kernel!r:.60}")
         return decode(cls, {**fields, "kernels": dict(names)}, entry)
 
 

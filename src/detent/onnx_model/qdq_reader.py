@@ -1,16 +1,16 @@
 """Reader of quantized graphs, whichever tool wrote them.
 
-============================================ ============================================ =========
-in the file                                  record                                       form
-============================================ ============================================ =========
-codes -> DequantizeLinear                    ``WeightCodes``; int32 codes are a bias      codes
-codes -> Gather, Transpose .. -> Dequantize- ``WeightCodes``, ``direct`` is False         codes
-float constant -> Quantize-, DequantizeLin.  ``WeightCodes``, quantized at run time       float
-codes -> Gather -> Cast [-> Sub] -> Mul      ``WeightCodes``: rows looked up with scales  table
-QuantizeLinear                               ``QuantizeNode``, with the Clip before it
-model input -> DequantizeLinear              ``CodedInput``
-QLinearConv, MatMulNBits ..., computed scale ``Unread``, with the reason
-============================================ ============================================ =========
+==================================================== ============================================ =========
+in the file                                          record                                       form
+==================================================== ============================================ =========
+codes -> DequantizeLinear                            ``WeightCodes``; int32 codes are a bias      codes
+codes -> Gather, Transpose, ... -> DequantizeLinear  ``WeightCodes``, ``direct`` is False         codes
+float constant -> QuantizeLinear -> DequantizeLinear ``WeightCodes``, quantized at run time       float
+codes -> Gather -> Cast [-> Sub] -> Mul              ``WeightCodes``: rows looked up with scales  table
+QuantizeLinear                                       ``QuantizeNode``, with the Clip before it
+model input -> DequantizeLinear                      ``CodedInput``
+QLinearConv, MatMulNBits, ..., computed scale        ``Unread``, with the reason
+==================================================== ============================================ =========
 
 A constant is an initializer or the value of a Constant node. ``QuantizedGraph`` holds the records of a model. Records
 from subgraphs are marked ``inner``. Verification and reports open a model with ``open_quantized``. ``QuantizedModel``
@@ -73,7 +73,7 @@ _CODE_TYPES = [
 ]
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 _OWN_CODES = (*CODE_OPERATORS, "GatherBlockQuantized", "MatMulBnb4")  # operators with their own layout of codes
-_TABLE_STEPS = {  # by operator, those that may follow it on the way from a table's Gather to its Mul
+_TABLE_STEPS = {  # from a table's Gather to its Mul: the operators that may follow each operator
     "Gather": ("Cast",),
     "Cast": ("Reshape", "Sub", "Mul"),
     "Reshape": ("Sub", "Mul"),

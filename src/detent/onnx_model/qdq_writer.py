@@ -268,7 +268,7 @@ class QdqWriter:
 
 
 def stored_codes(codes: Array, params: QuantParams, qparams: QdqParams) -> Array:
-    """Shift codes by the same amount as their zero points, to the type that the file stores."""
+    """Shift codes as ``qparams`` shifts their zero points, so that they fit the type in the file."""
     if not params.spec.format.is_integer:
         return codes
     return np.asarray(codes.astype(np.int32) + int(qparams.low - params.spec.qmin))

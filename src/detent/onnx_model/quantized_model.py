@@ -202,7 +202,7 @@ def _check_bias(weight: WeightCodes) -> None:
     scales, shape = weight.qparams.scale.shape, weight.codes.shape
     if scales and scales != (shape[axis := weight.qparams.axis_in(len(shape))],):
         raise FileFormatError(
-            f"got scales of shape {scales} for codes of shape {shape}: expected one, or {shape[axis]} along axis {axis}"
+            f"got scales of shape {scales} for codes of shape {shape}, expected a scalar or shape ({shape[axis]},)"
         )
 
 

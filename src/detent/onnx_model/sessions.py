@@ -137,7 +137,7 @@ def make_session(
 def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
     """Copy a model without the data of its large initializers; return the copy, and the data as arrays.
 
-    Large initializers that no node reads are left out: ONNX Runtime would drop them, and fail because they are missing.
+    Large initializers that no node reads are left out: ONNX Runtime would drop them first, and then not find them.
     """
     lean, weights = without_initializers(model), dict[str, Array]()
     inputs_and_outputs = {value.name for value in (*model.graph.input, *model.graph.output)}

@@ -12,9 +12,9 @@ openvino-vnni        int8          int8           CPUs with VNNI
 
 AVX2 multiplies unsigned by signed bytes and adds two products into an int16 accumulator. The sum fits if codes of
 weights are between -64 and 64 ("7 bits": 2 * 255 * 64 < 2^15), and saturates for larger ones. Kernels for unsigned
-weights widen the weights first. These kernels are exact, but take up to three times as long. Codes and zero point
-shifted together by 128 represent the same values. Weights of depthwise convolutions are int8 everywhere: their kernels
-do not saturate.
+weights widen the weights first. These kernels are exact, but take up to three times as long. If codes and zero point
+are both shifted by 128, they represent the same values. Weights of depthwise convolutions are int8 everywhere: their
+kernels do not saturate.
 
 Signed 8-bit activations are also shifted by 128, because kernels for signed activations are slow. Activations of fewer
 than 8 bits are clipped and stored in 8 bits. Weights of fewer than 8 bits are stored in 4 or 8 bits.
@@ -79,7 +79,7 @@ class Target:
     needs_vnni: bool = False
 
     def weight_spec(self, spec: QuantSpec) -> QuantSpec:
-        """Limit a weight's spec to the codes of this target; raises SpecError for an affine spec with more codes."""
+        """Limit a weight's spec to the codes of this target; raises SpecError for an affine spec above the limit."""
         if self.limit is None or not spec.format.is_integer or largest_code(spec) <= self.limit:
             return spec
         if not spec.symmetric:
