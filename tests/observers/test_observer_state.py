@@ -335,7 +335,7 @@ def test_the_bytes_of_another_kind_are_rejected(kind):
 def test_settings_that_differ_do_not_merge(a, b):
     a, b = a.observe(X), b.observe(X)
     before = a.to_bytes(), b.to_bytes()
-    with pytest.raises(dt.StateError, match="use the same settings"):
+    with pytest.raises(dt.StateError, match="merge observers with the same settings"):
         a.merge(b)
     assert (a.to_bytes(), b.to_bytes()) == before
 
@@ -345,7 +345,7 @@ def test_other_kinds_and_other_shapes_do_not_merge(kind):
     observer = KINDS[kind]().observe(X)
     before = observer.to_bytes()
     other = MinMax("axis0") if kind != "MinMax" else Entropy("axis0")
-    with pytest.raises(dt.DtypeError, match="use the same class"):
+    with pytest.raises(dt.DtypeError, match="merge observers of the same class"):
         observer.merge(other)
     with pytest.raises(dt.ShapeError, match="expected equal shapes"):
         observer.merge(KINDS[kind]().observe(X[:2]))

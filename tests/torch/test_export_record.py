@@ -121,7 +121,9 @@ def test_a_model_that_was_trained_on_is_not_the_source(exported):
     finally:
         model.load_state_dict(before, strict=False)
     assert not report.ok
-    assert report.failure.endswith("; only trained values differ: was the model trained after the export?")
+    assert report.failure.endswith(
+        "; only trained values differ: if the model was trained after the export, export it again"
+    )
 
 
 def test_an_export_by_a_different_version_is_not_replayed(exported, monkeypatch):

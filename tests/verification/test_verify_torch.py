@@ -156,7 +156,9 @@ def test_one_change_is_named(pair, name):
     difference = report.first_difference
     assert (difference.tensor, difference.index) == (tensor, index)
     assert cause in difference.cause
-    assert report.failure.endswith("only trained values differ: was the model trained after the export?")
+    assert report.failure.endswith(
+        "only trained values differ: if the model was trained after the export, export it again"
+    )
     assert difference.node == f"constant {tensor}"
     assert difference.expected != difference.got
     assert least <= report.differing_codes <= report.compared_codes

@@ -181,7 +181,7 @@ def join_team(address: int, size: int = 0) -> None:
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return the reason why there is no native kernel for the problem; None if there is one."""
+    """Return the reason why there is no native kernel for the problem; None if there is a native kernel."""
     if WHY_NOT is not None:
         return WHY_NOT
     if OPERATIONS[problem.operation].needs_format:

@@ -126,7 +126,7 @@ def _depth(clipping: Float64, errors: Float64) -> Float64:
 
 def _descend(errors_at: Callable[[Float64], Float64], depth: Float64, per_octave: int) -> Float64:
     """Return, for each parameter set, how many octaves below the min-max scale the error is smallest."""
-    # All parameter sets have the same step, so the result of one does not depend on those searched with it.
+    # All parameter sets have the same step, so a set's result does not depend on the sets searched with it.
     step = np.full((len(depth), 1), 1 / per_octave)
     octaves: Float64 = step * np.arange(np.ceil(depth.max() * per_octave) + 1.0)
     errors = errors_at(octaves)

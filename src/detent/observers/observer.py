@@ -173,9 +173,11 @@ class Observer(ABC):
         Locks are taken in the same order for ``a.merge(b)`` and ``b.merge(a)``, so the two calls cannot deadlock.
         """
         if type(other) is not type(self):
-            raise DtypeError(f"cannot merge {type(other).__name__} into {type(self).__name__}: use the same class")
+            raise DtypeError(
+                f"cannot merge {type(other).__name__} into {type(self).__name__}: merge observers of the same class"
+            )
         if not self.is_like(other):
-            raise StateError(f"cannot merge {other!r} into {self!r}: use the same settings")
+            raise StateError(f"cannot merge {other!r} into {self!r}: merge observers with the same settings")
         first, second = sorted((self, other), key=id)
         with first._lock, second._lock:
             mine, theirs = self._lo, other._lo

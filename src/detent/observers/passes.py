@@ -119,7 +119,9 @@ def _named(observers: object) -> Mapping[str, Observer]:
         raise DtypeError(f"got {observers!r}, expected an observer or a dict {{name: observer}}")
     for name in observers:
         if not isinstance(name, str) or not name or name in RESERVED:
-            raise DtypeError(f"got {name!r} as an observer's name, expected text other than {', '.join(RESERVED)}")
+            raise DtypeError(
+                f"got {name!r} as an observer's name, expected non-empty text other than {', '.join(RESERVED)}"
+            )
     return observers
 
 

@@ -298,7 +298,7 @@ def _read_difference(value: object) -> Difference:
     entry = table(value, "a difference", [each.name for each in fields(Difference)])
     index, scalars = entry["index"], {name: each for name, each in entry.items() if name != "index"}
     if not isinstance(index, list) or not all(type(each) is int for each in index):
-        raise FileFormatError("the index of a difference must be a list of integers")
+        raise FileFormatError("the index of a difference must be a list of integers, such as [0, 3]")
     for name, each in scalars.items():
         if not isinstance(each, str | int | float | NoneType):
             raise FileFormatError(f"{name} of a difference must be a number or text, got {type(each).__name__}")
@@ -310,7 +310,10 @@ def _read_difference(value: object) -> Difference:
 def _read_kernel(value: object) -> Kernel:
     kinds = (str, str, int, int, int, bool)
     if not isinstance(value, list) or [type(each) for each in value] != list(kinds):
-        raise FileFormatError("a kernel must be a list of node, kernel, compared, differing, max_steps and saturated")
+        raise FileFormatError(
+            "a kernel must be the list [node, kernel, compared, differing, max_steps, saturated]: two texts, three "
+            "integers, and true or false"
+        )
     return Kernel(*value)
 
 

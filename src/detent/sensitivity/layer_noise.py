@@ -250,7 +250,7 @@ def _check_options(layers: Sequence[LayerNoise], options: Mapping[str, str]) -> 
         raise SpecError(f"layer {name!r} was not measured: choose candidates for measured layers only")
     for name in sorted(names - set(options)):
         raise SpecError(
-            f"no candidate was chosen for layer {name!r}: choose one for every layer ({FLOAT!r} keeps it in float)"
+            f"no candidate was chosen for layer {name!r}: choose one for every layer ({FLOAT!r} keeps a layer in float)"
         )
     for layer in layers:
         option = options[layer.name]

@@ -483,7 +483,10 @@ def _check_limit(artifact: QuantizedGraph, weight: WeightCodes, tally: Tally) ->
     provenance = artifact.provenance
     target = "" if provenance is None else provenance.target
     if target and target not in TARGETS:
-        raise FileFormatError(f"unknown target {target!r:.60} in the file's metadata: expected {', '.join(TARGETS)}")
+        raise FileFormatError(
+            f"unknown target {target!r:.60} in the file's metadata, expected one of {', '.join(TARGETS)}: quantize the "
+            "model again"
+        )
     limit = get_target(target).limit if target else None
     if limit is None or weight.qparams.kind != TensorProto.INT8:
         return
@@ -548,7 +551,7 @@ class WeightCheck:
             _check_biases(self._artifact, tally, biases, scales)
 
     def count(self) -> None:
-        """Count the codes of all weights as compared and equal; call it if another check has compared them."""
+        """Count the codes of all weights as compared and equal, after another check has compared these codes."""
         self._tally.count(sum(weight.codes.size for weight in self._artifact.weights if not weight.is_bias), 0)
 
     def _activation_scales(self) -> dict[str, Array]:

@@ -206,7 +206,7 @@ def _conv(x: Array, w: Array, attributes: Attributes) -> Array:
 def _present(*inputs: Array | None) -> list[Array]:
     present = [each for each in inputs if each is not None]
     if len(present) < len(inputs):
-        raise UnsupportedError("an input is missing")
+        raise UnsupportedError("level 3 has no formula for a kernel with an omitted input")
     return present
 
 
@@ -248,7 +248,7 @@ def _floats(sums: Array, scale: Array, bias: Array | None) -> Prediction:
 def _qgemm(inputs: Inputs, attributes: Attributes) -> Prediction:
     a, a_scale, a_zero, b, b_scale, b_zero, bias, y_scale, y_zero = (*inputs, None, None, None)[:9]
     if a is None or b is None or float(attributes.get("alpha", 1.0)) != 1.0:
-        raise UnsupportedError("an input is missing, or alpha is not 1")
+        raise UnsupportedError("level 3 has no formula for a kernel with an omitted input or an alpha other than 1")
     left, right = _shifted(a, a_zero), _shifted(b, b_zero, 0 if attributes.get("transB", 0) else 1)
     left = left.T if attributes.get("transA", 0) else left
     right = right.T if attributes.get("transB", 0) else right
@@ -318,7 +318,7 @@ def compare_kernel(node: NodeProto, inputs: list[Array | None], got: Array) -> t
     expected = ORACLES[node.op_type](inputs, attributes)
     name, size = _name(node), int(expected.values.size)
     if expected.values.shape != got.shape:
-        raise UnsupportedError(f"the result has shape {got.shape}, expected {expected.values.shape}")
+        raise UnsupportedError(f"the kernel's result has shape {got.shape}, expected {expected.values.shape}")
     if _is_equal(expected, got):
         return Kernel(name, node.op_type, size, 0, 0, saturated=False), None
     distances = _distances(expected, got)

@@ -42,7 +42,7 @@ from detent.verification.verify_report import Difference, Replay
 __all__ = ["TorchSource"]
 
 Array = NDArray[Any]
-TRAINED_SINCE_EXPORT = "only trained values differ: was the model trained after the export?"
+TRAINED_SINCE_EXPORT = "only trained values differ: if the model was trained after the export, export it again"
 
 
 class TorchSource:
@@ -99,7 +99,7 @@ class TorchSource:
     def _check_example(self, record: ExportRecord) -> None:
         """Raise FileFormatError if the recorded example inputs do not fit the file's inputs.
 
-        This is checked before the model runs on them.
+        The check comes before the model runs on the example inputs.
         """
         declared = {each.name: each for each in inputs_of(self._artifact.model)}
         names = [each.name for each in record.inputs] if all(each.name for each in record.inputs) else [*declared]
@@ -111,7 +111,8 @@ class TorchSource:
             )
             if not fits:
                 raise FileFormatError(
-                    f"{WHERE}: input {name!r:.60} has shape {recorded.shape!r:.60}, expected {shape} as in the file"
+                    f"{WHERE}: input {name!r:.60} has shape {recorded.shape!r:.60}, expected {shape} as in the file: "
+                    "export the model again"
                 )
 
     def _is_learned(self, difference: Difference) -> bool:
