@@ -258,7 +258,7 @@ def test_dry_run_tells_that_the_output_exists(shop, monkeypatch, capsys):
         (["model.onnx", "--fail-below-agreement", "3"], "--fail-below-agreement"),
         (["model.onnx", "-d", "few.npz", "--fail-below-sqnr", "nan"], "must be numbers, got nan"),
         (["model.onnx", "-d", "few.npz", "--fail-below-agreement", "nan"], "--fail-below-agreement"),
-        (["model.onnx", "-d", "few.npz", "--dry-run", "--fail-below-sqnr", "3"], "--dry-run measures none"),
+        (["model.onnx", "-d", "few.npz", "--dry-run", "--fail-below-sqnr", "3"], "--dry-run compares no outputs"),
         (["model.onnx", "--nothing"], "No such option"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -337,7 +337,7 @@ def test_strict_turns_warnings_into_exit_code_1(desk, monkeypatch, capsys):
     assert main([*arguments, "--force", "--strict"]) == 1
     out, err = capsys.readouterr()
     assert not json.loads(out)["ok"]
-    assert "error: --strict: 1 warning (few-samples) (model.w8a8.onnx was still written)" in err
+    assert "error: --strict: got 1 warning (few-samples), expected none (model.w8a8.onnx was still written)" in err
 
 
 def test_a_good_model_gives_no_warning(desk, monkeypatch, capsys):

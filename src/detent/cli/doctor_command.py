@@ -23,7 +23,7 @@ EXAMPLE = "detent doctor"
 REQUIRED = ("numpy", "ml_dtypes", "array_api_compat")
 OPTIONAL = {
     "openvino": "verify, level 2: a second runtime",
-    "safetensors": "nothing; detent reads such files without it",
+    "safetensors": "not needed: detent reads safetensors files itself",
 }
 LABEL_COLUMNS = 17
 EXTRA_USES = {

@@ -102,7 +102,7 @@ def run(
         typer.Option(
             "--prefer",
             metavar="NAME",
-            help="Use 7 of 8 weight bits: always (speed), mostly, never (accuracy).",
+            help="speed (7-bit weights), balanced (mostly 7 bits) or accuracy (8 bits).",
             rich_help_panel=ACCURACY,
         ),
     ] = "balanced",
@@ -222,7 +222,7 @@ def run(
     screen.emit(_document(model, evaluation, missed, all_warnings, report, strict=strict))
     if strict and all_warnings:
         codes = ", ".join(dict.fromkeys(each.code for each in all_warnings))
-        missed.append(f"--strict: {counted(len(all_warnings), 'warning')} ({codes})")
+        missed.append(f"--strict: got {counted(len(all_warnings), 'warning')} ({codes}), expected none")
     if missed:
         fail(f"{'; '.join(missed)} ({output_path} was still written)", DIFFERENCE)
 
@@ -306,8 +306,8 @@ def _check_limits(sqnr_db: float | None, agreement: float | None, data: Path | N
         raise SpecError("--fail-below-sqnr and --fail-below-agreement need data: pass --data")
     if limits and dry_run:
         raise SpecError(
-            "--fail-below-sqnr and --fail-below-agreement need outputs, but --dry-run measures none: drop --dry-run or "
-            "the limits"
+            "--fail-below-sqnr and --fail-below-agreement need outputs, but --dry-run compares no outputs: drop "
+            "--dry-run or the limits"
         )
 
 

@@ -138,13 +138,15 @@ def _below(report: "VerifyReport", sqnr_db: float | None, agreement: float | Non
     missed, worst_db, measured = [], report.output_sqnr_db, report.agreement
     if sqnr_db is not None:
         if worst_db is None:
-            missed.append("--fail-below-sqnr needs a float output, but no output is float")
+            missed.append("--fail-below-sqnr needs a float output, but no output is float: drop this option")
         elif not worst_db >= sqnr_db:
             name = worst_output(report.end_to_end["optimized"].output_sqnr_db)
             missed.append(f"the SQNR of output {name} is {worst_db:.1f} dB, below the limit of {sqnr_db:g} dB")
     if agreement is not None:
         if measured is None:
-            missed.append("--fail-below-agreement needs class scores, which the first output does not have")
+            missed.append(
+                "--fail-below-agreement needs class scores, which the first output does not have: use --fail-below-sqnr"
+            )
         elif measured < agreement:
             missed.append(f"the top-1 agreement is {measured:.4g}, below the limit of {agreement:g}")
     return missed

@@ -39,7 +39,7 @@ class Pictures:
     def __post_init__(self) -> None:
         if self.images.shape != (len(self.labels), 1, SIDE, SIDE):
             raise ShapeError(
-                f"got {len(self.labels)} labels and images of shape {self.images.shape}, expected images "
+                f"got {len(self.labels)} labels and images of shape {self.images.shape}, expected images of shape "
                 f"({len(self.labels)}, 1, {SIDE}, {SIDE})"
             )
 

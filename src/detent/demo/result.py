@@ -124,7 +124,9 @@ class DemoResult:
     def __post_init__(self) -> None:
         quantized = {row.label for row in self.rows if row.recipe is not None}
         if quantized != set(self.verifications) or self.shown not in quantized:
-            raise SpecError(f"got verifications of {sorted(self.verifications)}, expected {sorted(quantized)}")
+            raise SpecError(
+                f"got verifications of {sorted(self.verifications)}, expected one for each of {sorted(quantized)}"
+            )
 
     def __getitem__(self, label: str) -> DemoRow:
         rows = {row.label: row for row in self.rows}

@@ -74,7 +74,7 @@ MAX_FREQUENCY = 0.005  # reversals per step; above it a weight oscillates, as in
 SATURATED_GAIN = 0.01  # a gradient counts as saturated if the STE multiplies it by less than this
 
 # ``qt.health`` warns if a metric is beyond its limit.
-CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # maximum clip fraction from each bit width on; few bits need to clip more
+CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # maximum clip fraction for at least so many bits; fewer bits clip more
 USAGE_LIMIT = 0.5  # minimum share of codes in use
 ELEMENTS_PER_CODE = 16  # with fewer elements per code, unused codes are normal
 DRIFT_LIMIT = 4.0  # factor by which a scale may have grown or shrunk
@@ -303,7 +303,7 @@ def watch(model: nn.Module, *, every: int = 16) -> Watch:
     True
     """
     if not isinstance(model, nn.Module):
-        raise DtypeError(f"got {type(model).__name__}, expected a model prepared by qt.prepare")
+        raise DtypeError(f"got {type(model).__name__} for model, expected a module prepared by qt.prepare")
     plan_of(model)
     return Watch(model, as_integer("every", every, at_least=1))
 
@@ -461,7 +461,7 @@ def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthRe
     0.input_quantizer clips 49.9 % of its input: calibrate with more data, or with observer='minmax'
     """
     if not isinstance(model, nn.Module):
-        raise DtypeError(f"got {type(model).__name__}, expected a model prepared by qt.prepare")
+        raise DtypeError(f"got {type(model).__name__} for model, expected a module prepared by qt.prepare")
     plan_of(model)
     activations = {} if batches is None else _run(model, batches)
     weights = {quantizer: layer.float_weight(name) for _, layer, name, quantizer in weight_layers(model)}

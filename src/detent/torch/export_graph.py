@@ -208,7 +208,7 @@ class Lowering:
         readers = [node for mark in marks for node in graph.consumers(mark.output[0])]
         gathers = [node for node in readers if node.op_type == "Gather" and attribute_of(node, "axis", 0) == 0]
         if isinstance(tensor.spec.granularity, PerGroup) and any(graph.shape(g.input[1]) is None for g in gathers):
-            gathers = []  # the group axis comes after the axes of the indices, whose rank must be known
+            gathers = []  # the group axis comes after the axes of the indices, so the rank of the indices must be known
         is_transposed = not gathers and all(self._is_read_transposed(mark.output[0]) for mark in marks)
         signed = weight.depthwise or len(gathers) == len(readers)
         min_bits = BYTE if gathers else self.min_bits  # Gather does not support 4-bit types

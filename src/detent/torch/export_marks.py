@@ -80,7 +80,9 @@ def copy_for_export(model: nn.Module) -> nn.Module:
         copy = deepcopy(model, memo).eval()
         return copy if is_on_cpu else copy.cpu()
     except (RuntimeError, TypeError) as error:
-        raise UnsupportedError(f"the model cannot be copied for export: {error}") from error
+        raise UnsupportedError(
+            f"the model cannot be copied for export: {error} (copy.deepcopy(model) must work)"
+        ) from error
 
 
 @torch.no_grad()

@@ -253,7 +253,7 @@ def run_exporter(
             verbose=False,
         )
     if program is None or program.exported_program is None:
-        raise UnsupportedError("torch.onnx.export returned no program")
+        raise UnsupportedError("torch.onnx.export returned no program: upgrade torch and onnxscript")
     return program.model_proto, _ranges(program.exported_program)
 
 

@@ -196,7 +196,7 @@ def rounded_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
 def _in_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> Any:
     if value.numel() != int(np.prod(shape)):
         raise ShapeError(
-            f"got {name} of shape {tuple(value.shape)}, expected {shape}, the shape in params: reshape {name}"
+            f"got {name} of shape {tuple(value.shape)}, expected {shape}, as in params: pass a {name} of that shape"
         )
     array = to_array(on_cpu(value)).reshape(shape)
     if not np.isfinite(array).all():

@@ -11,9 +11,10 @@ Learned parameters (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020) are small
 
 If the scale itself were trained, one Adam step of 1e-3 could change the scale by 10 %, and an 8-bit model would
 collapse. Shifts start at 0, so that weight decay pulls the parameters towards the calibrated values. Shifts exist
-before calibration, so that an optimizer can be constructed at any time. Shifts receive the gradients of LSQ and LSQ+
-with a factor. So one SGD step changes the scale as in LSQ, and the zero point as a step on the offset of LSQ+ would.
-Adam normalizes gradients, so the factor does not affect it.
+before calibration, so that an optimizer can be constructed at any time. Shifts receive the gradients of LSQ and LSQ+,
+multiplied by a factor. With this factor, an SGD step changes the scale as much as in LSQ. The step also changes the
+zero point as much as in LSQ+, which trains an offset instead of the zero point. Adam normalizes gradients, so the
+factor does not affect Adam.
 """
 
 import json

@@ -215,7 +215,7 @@ class QuantizedMatmul(QuantizedLayer):
         return y.squeeze(0) if unbatched else y
 
     def padded(self, x: Tensor) -> Tensor:
-        """Pad the input if ``Convolution`` does not support the padding: its mode is not "zeros", or it is text."""
+        """Pad x if ``Convolution`` cannot: ``padding_mode`` is not "zeros", or ``padding`` is a string."""
         layer: Any = self
         mode = layer.padding_mode
         if mode == "zeros" and not isinstance(layer.padding, str):

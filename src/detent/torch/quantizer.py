@@ -78,8 +78,9 @@ class FakeQuantize(ParameterState):
         observing: if False, stored parameters stay constant in training.
         delayed: if True, data pass unchanged and update the EMA range; ``qt.Schedule`` sets this attribute.
         sync: if True, only ``qt.sync`` updates the EMA range.
-        watcher: function that each quantizing forward pass calls with this module, x and its parameters; ``qt.watch``
-            sets it. In torch operations, None is passed for the parameters: ``params_for(x)`` computes them.
+        watcher: function that each quantizing forward pass calls with this module, x and the parameters for x;
+            ``qt.watch`` sets it. In torch operations, None is passed for the parameters: ``params_for(x)`` computes
+            them.
         name: full name in the model, for messages.
         observer: observer for ``qt.calibrating``; None leaves the choice to ``qt.calibrating``.
 
@@ -231,7 +232,7 @@ class FakeQuantize(ParameterState):
 
     @property
     def _never_clips(self) -> bool:
-        """Whether the range of a batch never clips its finite elements, because the largest rounds to the last code."""
+        """Whether the range of a batch clips no finite element, because the largest element rounds to the last code."""
         spec, zero_point = self.spec, self.spec.symmetric_zero_point if self.spec.symmetric else 0
         return (
             (isinstance(self.ste, Identity) or self.ste == Clipped())
@@ -287,8 +288,8 @@ class FakeQuantize(ParameterState):
         if self.scale.shape != (0,):
             raise StateError(
                 f"{self.label} has scales of shape {tuple(self.scale.shape)}, but an input of shape {tuple(x.shape)} "
-                f"with granularity {self.spec.granularity} needs scales of shape {shape}: use inputs of equal shape, "
-                "or mode PerBatch"
+                f"with granularity {self.spec.granularity} needs scales of shape {shape}: give all inputs the same "
+                "shape, or use mode PerBatch"
             )
         self._make_state(self.scale.dtype, shape, self.scale.device)
 
@@ -301,7 +302,7 @@ class FakeQuantize(ParameterState):
 
     def _refuse_nan(self, x: Tensor) -> None:
         if torch.isnan(x).any():
-            repair = "check the layers before this quantizer, the learning rate and the data"
+            repair = "check the data, the learning rate, and the layers before this quantizer"
             refuse_nan(f"{self.label}: x", to_array(on_cpu(x)), repair)
 
     def _warn_without_sync(self) -> None:

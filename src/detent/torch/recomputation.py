@@ -51,7 +51,7 @@ _order = itertools.count()
 
 
 class _Record:
-    """The values that one forward pass of a layer used: for each owner, a list in the order of use."""
+    """The values that one forward pass of a layer used, in order; their owner is a quantizer or a batch norm."""
 
     def __init__(self, key: object = None) -> None:
         self.key = key  # key of the layer's input

@@ -75,7 +75,7 @@ class Schedule:
         freeze_scales: int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise DtypeError(f"got {type(model).__name__}, expected a model prepared by qt.prepare")
+            raise DtypeError(f"got {type(model).__name__} for model, expected a module prepared by qt.prepare")
         plan_of(model)
         self.model = model
         self.delay = as_integer("delay", delay, at_least=0)

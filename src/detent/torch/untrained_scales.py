@@ -49,8 +49,8 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
             missing = {name: each for name, each in missing.items() if id(each) not in trained}
         if missing:
             warnings.warn(
-                f"no optimizer trains {len(missing)} of the learned scales and zero points (first: "
-                f"{next(iter(missing))!r}). Construct the optimizer after qt.prepare, or add them: optimizer."
+                f"no optimizer trains some learned scales and zero points: {len(missing)} in total, the first is "
+                f"{next(iter(missing))!r}. Construct the optimizer after qt.prepare, or add them: optimizer."
                 'add_param_group({"params": [p for n, p in model.named_parameters() if n.endswith("_shift")]}). To '
                 "keep them constant, call requires_grad_(False) on them.",
                 stacklevel=3,
