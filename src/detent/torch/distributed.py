@@ -203,7 +203,7 @@ def _exchange(data: bytes, model: nn.Module) -> list[bytes]:
     failed = [str(rank) for rank, size in enumerate(sizes) if size == FAILED]
     if failed:
         raise StateError(
-            f"calibration failed on rank {', '.join(failed)}, so this process stops, too: see the error there"
+            f"calibration failed on rank {', '.join(failed)}, so this process stops, too: see the error of that rank"
         )
     padded: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(max(sizes), np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)

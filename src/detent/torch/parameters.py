@@ -160,7 +160,7 @@ class ParameterState(nn.Module):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a forward pass need not set initial parameters: they are set, or the mode is PerBatch."""
+        """Whether a forward pass has all that it needs: the parameters are set, or the mode is PerBatch."""
         return isinstance(self.mode, PerBatch) or self.is_initialized
 
     @property

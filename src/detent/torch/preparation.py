@@ -148,8 +148,8 @@ def _check_free_names(model_plan: ModelPlan, modules: dict[str, nn.Module]) -> N
         for name in ("fold", *_quantizer_names(layer, modules[layer.name])):
             if hasattr(modules[layer.name], name):
                 raise SpecError(
-                    f"{layer.name or 'the model'} already has an attribute {name!r}, which qt.prepare needs: rename "
-                    "the attribute"
+                    f"{layer.name or 'the model'} already has an attribute {name!r}, a name that qt.prepare needs: "
+                    "rename the attribute"
                 )
 
 

@@ -366,7 +366,7 @@ class FakeQuantize(ParameterState):
 
 
 def _may_write_in_evaluation() -> bool:
-    """Whether evaluation may write to buffers; it must not in exported programs, and cannot under ``torch.func``."""
+    """Whether evaluation may write to buffers: False for exported programs, and under ``torch.func``."""
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
     return not torch._C._are_functorch_transforms_active()
