@@ -146,7 +146,7 @@ class QuantizeReport:
         hints: advice for running the file.
         decisions: all decisions; ``qo.rewrite`` makes the same quantized model from them.
         not_compared: why an output was not compared on some batches, by output name.
-        warnings: low accuracy, a larger file, suspicious data, layers in float; ``detent.evaluate`` adds low speed.
+        warnings: low accuracy, a larger file, suspicious data, layers in float; ``detent.evaluate`` also checks speed.
         samples: number of calibration samples.
 
     >>> from detent.onnx_model import get_target
