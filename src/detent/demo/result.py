@@ -22,8 +22,8 @@ NOTES = (
     "float network.",
     "PTQ quantizes the trained float network. QAT trains the last epochs with quantization. All networks train for the "
     "same number of epochs. QAT changes the weights, so compare QAT by accuracy, not by SQNR.",
-    "The codes of all weights and activations are compared between PyTorch and ONNX Runtime. Each layer gets the same "
-    "input in both. The order of additions differs, so logits differ slightly.",
+    "The codes of all weights and activations are compared between PyTorch and ONNX Runtime. Each quantizer gets the "
+    "same input in both. The order of additions differs, so logits differ slightly.",
 )
 TWO_BITS = "W2 is stored in 4 bits: ONNX has no smaller integer type before opset 25."
 
