@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from detent.checks import are_sizes, plain
 from detent.errors import DetentError, FileFormatError, SpecError, closest
+from detent.tables import counted
 
 __all__ = []
 
@@ -97,7 +98,7 @@ def table(
         unexpected, missing = sorted(map(str, set(value) - expected)), sorted(expected - set(value))
         problems = [f"unexpected keys {brief(unexpected)}"] if unexpected else []
         problems += [f"missing keys {missing}"] if missing else []
-        raise error(f"{what}: {', '.join(problems)}; expected exactly {', '.join(sorted(expected))}")
+        raise error(f"{what}: {', '.join(problems)}; expected exactly the keys {', '.join(sorted(expected))}")
     entries = dict(value)
     if version is not None:
         check_version(entries.pop("version"), version, what, error=error)
@@ -128,7 +129,8 @@ def reading(
     except _FAULTS as fault:
         if isinstance(fault, keep):
             raise
-        raise error(f"{complaint}: {fault}"[:MAX_MESSAGE]) from fault
+        why = f"the key {fault} is missing or unknown" if isinstance(fault, KeyError) else fault
+        raise error(f"{complaint}: {why}"[:MAX_MESSAGE]) from fault
 
 
 class Leaf(NamedTuple):
@@ -256,14 +258,19 @@ def decode_array(value: object, what: str, *, error: type[DetentError] = FileFor
     entry = table(value, what, ("dtype", "shape", "values"), error=error)
     dtype, listed = entry["dtype"], entry["values"]
     if not isinstance(dtype, str) or dtype not in _STORED_DTYPES or not isinstance(listed, list):
-        raise error(f"got {brief(entry)} for {what}, expected numbers of dtype {' or '.join(sorted(_STORED_DTYPES))}")
+        raise error(
+            f"got {brief(entry)} for {what}, expected a list of numbers with one of the dtypes "
+            f"{', '.join(sorted(_STORED_DTYPES))}"
+        )
     shape = entry["shape"]
     if not are_sizes(shape) or len(listed) != prod(shape):
         raise error(
-            f"{what} has {len(listed)} numbers and shape {brief(shape)}, expected one number per element of the shape"
+            f"{what} has {counted(len(listed), 'number')} for shape {brief(shape)}, expected one number per element"
         )
     if not all(_is_exact(each) for each in listed):
-        raise error(f"got {brief(listed)} for {what}, expected numbers in the range of float64, 'inf', '-inf' or 'nan'")
+        raise error(
+            f"got {brief(listed)} for {what}, expected numbers that float64 stores exactly, or 'inf', '-inf', 'nan'"
+        )
     values = np.array([_SPECIAL.get(each, each) for each in listed], np.float64)
     with np.errstate(all="ignore"):
         array = values.astype(dtype)

@@ -119,8 +119,8 @@ def unpack(
     padded = -(-count // len(order)) * len(order)
     if padded * bits % BYTE and data[-1] >> padded * bits % BYTE:
         raise FileFormatError(
-            f"the {counted(-padded * bits % BYTE, 'padding bit')} after the last code must be zero: pass "
-            "the bits and layout of the packed codes"
+            f"the {counted(-padded * bits % BYTE, 'padding bit')} after the last code must be zero: the "
+            "bytes are damaged, or bits, count or layout is wrong"
         )
     codes = unpack_bits(data, bits, padded, signed=signed)
     if len(order) == 1:
@@ -128,8 +128,8 @@ def unpack(
     ordered = codes.reshape(-1, len(order))[:, np.argsort(order)].reshape(-1)
     if ordered[count:].any():
         raise FileFormatError(
-            f"the {counted(padded - count, 'padding code')} of the last block must be zero: pass the "
-            "bits and layout of the packed codes"
+            f"the {counted(padded - count, 'padding code')} of the last block must be zero: the bytes "
+            "are damaged, or bits, count or layout is wrong"
         )
     return ordered[:count]
 

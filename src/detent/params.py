@@ -465,7 +465,7 @@ def check_scale_shape(granularity: Granularity, shape: tuple[int, ...], name: st
     """Raise if the granularity cannot have scales of this shape."""
     fits, expected = True, ""
     if isinstance(granularity, PerTensor):
-        fits, expected = shape == (), "()"
+        fits, expected = shape == (), "(), a single value"
     elif isinstance(granularity, PerAxis):
         fits, expected = len(shape) == 1, "(n,), one value per index of the axis"
     elif isinstance(granularity, PerGroup):

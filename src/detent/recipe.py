@@ -386,12 +386,14 @@ def explain_unmatched(rule: Rule, layers: list[Layer]) -> str:
     if named:
         types = {kind for layer in named for kind in layer.types}
         count = counted(len(named), "layer")
-        return f"{rule.match!r} matches {count}, but none of type {' or '.join(rule.types)}{_meant(rule.types, types)}"
+        return (
+            f"{rule.match!r} matches {count}, but no layer of type {' or '.join(rule.types)}{_meant(rule.types, types)}"
+        )
     message = _no_name(rule, layers)
     if not layers or any(map(rule.matches_types, layers)):
         return message
     types = {kind for layer in layers for kind in layer.types}
-    return f"{message} and no layer has the type {' or '.join(rule.types)}{_meant(rule.types, types)}"
+    return f"{message}; also, no layer has the type {' or '.join(rule.types)}{_meant(rule.types, types)}"
 
 
 def _no_name(rule: Rule, layers: list[Layer]) -> str:
@@ -419,7 +421,7 @@ def _wider(rule: Rule, layers: list[Layer]) -> str | None:
 
 
 def _meant(given: Iterable[str], existing: Iterable[str]) -> str:
-    """Format ``: did you mean 'a' or 'b'?`` from close matches; without close matches, list some existing names."""
+    """Format ``: did you mean 'a' or 'b'?`` from close matches; without close matches, list what the model has."""
     names = sorted(existing)
     by_lower = {name.lower(): name for name in names}
     close = dict.fromkeys(
@@ -430,7 +432,7 @@ def _meant(given: Iterable[str], existing: Iterable[str]) -> str:
     if close:
         return f": did you mean {' or '.join(map(repr, list(close)[:MAX_NAMES_SHOWN]))}?"
     some = ", ".join(map(repr, names[:MAX_NAMES_SHOWN]))
-    return f": existing names are {some}{', ...' if len(names) > MAX_NAMES_SHOWN else ''}" if names else ""
+    return f": the model has {some}{', ...' if len(names) > MAX_NAMES_SHOWN else ''}" if names else ""
 
 
 def exact_pattern(name: str) -> str:

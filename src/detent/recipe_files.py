@@ -100,7 +100,7 @@ def _toml(value: object) -> str:
 
 
 def from_json(text: str) -> Contents:
-    return _parsed(text, "JSON", lambda: parse(text, "the JSON of a recipe", error=SpecError))
+    return _parsed(text, "JSON", lambda: parse(text, "the recipe", error=SpecError))
 
 
 def from_toml(text: str) -> Contents:
@@ -190,6 +190,6 @@ def _field(key: str, value: object) -> object:
         return value
     kind = bool if key == "skip" else str
     if not isinstance(value, kind):
-        also = {"types": " or a list of text", **dict.fromkeys(SPECS, " or a table of all fields")}.get(key, "")
+        also = {"types": " or a list of texts", **dict.fromkeys(SPECS, " or a table of all fields")}.get(key, "")
         raise SpecError(f"got {brief(value)} as {key}, expected {'true or false' if kind is bool else 'text'}{also}")
     return value

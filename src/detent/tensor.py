@@ -295,7 +295,7 @@ class QuantizedTensor:
             needed = packed_size(prod(shape), spec.bits)
             if packed.shape != (needed,):
                 raise FileFormatError(
-                    f"got packed codes of shape {packed.shape}, expected {needed} bytes for shape {shape}"
+                    f"got packed codes of shape {packed.shape}, expected ({needed},) for codes of shape {shape}"
                 )
             params = expand(spec, arrays, spec.granularity.tiling(shape).scale_shape)
             return cls.from_packed(packed, params, shape, dtype)
@@ -330,7 +330,10 @@ def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
             raise ParamsError(f"got codes of more than {spec.bits} bits for {spec.format.name}: clear the higher bits")
         return codes.copy()
     if codes.dtype.kind not in "iu":
-        raise DtypeError(f"got codes of dtype {codes.dtype}, expected integers for {spec.format.name}")
+        raise DtypeError(
+            f"got codes of dtype {codes.dtype}, expected integers for {spec.format.name}: use "
+            f"astype({storage_type.name!r})"
+        )
     low, high = (int(spec.qmin), int(spec.qmax)) if spec.format.is_integer else (0, len(spec.format.levels) - 1)
     if codes.size and not (low <= int(codes.min()) and int(codes.max()) <= high):
         raise ParamsError(
@@ -364,7 +367,8 @@ def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
     missing = len(shape) - (len(parts) - len(ellipses))
     if len(ellipses) > 1 or missing < 0:
         raise ShapeError(
-            f"index {index!r} has too many parts for shape {shape}, expected at most one slice per axis and one ..."
+            f"index {index!r} has too many parts for shape {shape}, expected at most one slice per axis and one "
+            "ellipsis"
         )
     at = ellipses[0] if ellipses else len(parts)
     parts[at : at + 1] = [slice(None)] * missing

@@ -203,7 +203,7 @@ def test_numbers_that_do_not_fit_their_type(values, dtype):
 
 @pytest.mark.parametrize("values", [[2**53 + 1], [float("inf")], [True], [None], ["1"], [[1.0]], [10**400]])
 def test_numbers_that_no_float_holds(values):
-    with pytest.raises(FileFormatError, match="numbers in the range of float64"):
+    with pytest.raises(FileFormatError, match="numbers that float64 stores exactly"):
         codec.decode_array({"dtype": "float64", "shape": [1], "values": values}, "array")
 
 
