@@ -46,7 +46,8 @@ class ExampleInput:
 class ExportRecord:
     """Arguments of a call to ``qt.export_onnx``, and the versions of the packages that write the graph.
 
-    ``dynamic_shapes`` has the argument as JSON under the key "value"; ``{"unknown": true}`` if JSON cannot express it.
+    ``dynamic_shapes`` is ``{"value": v}``, where v is the argument as JSON. If JSON cannot express the argument, v is
+    ``{"unknown": true}``.
     """
 
     opset: int
@@ -89,21 +90,23 @@ class ExportRecord:
         shapes = entry.get("dynamic_shapes")
         if not isinstance(shapes, dict) or set(shapes) != {"value"}:
             raise FileFormatError(
-                f"{WHERE}: got dynamic_shapes {shapes!r:.60}, expected an object with the key 'value'"
+                f"{WHERE}: got dynamic_shapes {shapes!r:.60}, expected an object with the key 'value': export again"
             )
         fields = decode(_Fields, {name: each for name, each in entry.items() if name != "dynamic_shapes"}, WHERE)
         if not FIRST_OPSET <= fields.opset <= LAST_OPSET:
-            raise FileFormatError(f"{WHERE}: got opset {fields.opset}, expected {FIRST_OPSET} to {LAST_OPSET}")
+            raise FileFormatError(
+                f"{WHERE}: got opset {fields.opset}, expected {FIRST_OPSET} to {LAST_OPSET}: export again"
+            )
         names = {each.name for each in fields.inputs}
         if not names or (names != {""} and ("" in names or len(names) < len(fields.inputs))):
             raise FileFormatError(
-                f"{WHERE}: got input names {[*names]!r:.60}, expected unique names, or no names at all"
+                f"{WHERE}: got input names {[*names]!r:.60}, expected unique names, or no names at all: export again"
             )
         for each in fields.inputs:
             if each.dtype not in _DTYPES or any(size < 0 for size in each.shape):
                 raise FileFormatError(
                     f"{WHERE}: got an input of type {each.dtype!r:.40} and shape {each.shape!r:.60}, expected sizes >= "
-                    f"0 and one of the types {', '.join(_DTYPES)}"
+                    f"0 and one of the types {', '.join(_DTYPES)}: export again"
                 )
         return cls(fields.opset, fields.container, fields.inputs, shapes, fields.exporters)
 
@@ -183,7 +186,9 @@ def _key(key: object) -> int | str:
 
 def _shapes_from_json(value: Any, dims: dict[str, Any], depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise FileFormatError(f"{WHERE}: dynamic_shapes are nested deeper than {MAX_DEPTH} levels")
+        raise FileFormatError(
+            f"{WHERE}: dynamic_shapes have more than {MAX_DEPTH} nested levels: export again with fewer"
+        )
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, dict) and len(value) == 1:
@@ -200,7 +205,7 @@ def _shapes_from_json(value: Any, dims: dict[str, Any], depth: int) -> Any:
         return dims.setdefault(value["dim"], torch.export.Dim(value["dim"], **limits))
     raise FileFormatError(
         f"{WHERE}: got {value!r:.60} in dynamic_shapes, expected a size, a name, or an object with the key 'tuple', "
-        "'list', 'entries', 'hint' or 'dim'"
+        "'list', 'entries', 'hint' or 'dim': export again"
     )
 
 
