@@ -1,7 +1,7 @@
 """detent: quantization of neural networks, with bit-exact verification of the exported file.
 
 A spec describes a quantization, and params contain its scales and zero points. Operators compute codes and values
-from them; ``FakeQuantize`` is a quantizer with state, for training::
+from data and params; ``FakeQuantize`` is a quantizer with state, for training::
 
     spec (QuantSpec)  ->  params (QuantParams)  ->  codes (QuantizedTensor)  ->  values
 

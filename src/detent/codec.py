@@ -123,7 +123,7 @@ _FAULTS = (
 def reading(
     complaint: str, *, error: type[DetentError] = FileFormatError, keep: type[DetentError] | tuple[()] = ()
 ) -> Iterator[None]:
-    """Raise ``error`` instead of the exceptions that untrusted data cause; those of type ``keep`` stay unchanged."""
+    """Raise ``error`` instead of exceptions that untrusted data cause; exceptions of type ``keep`` pass unchanged."""
     try:
         yield
     except _FAULTS as fault:

@@ -72,7 +72,7 @@ class Format:
 
     @cached_property
     def finite_levels(self) -> tuple[float, ...]:
-        """The finite values that encoding rounds to, ascending: magnitudes for floats, all values for codebooks."""
+        """The finite values that encoding rounds to, ascending; for floats, only the nonnegative values."""
         return tuple(value for value in self.magnitudes if -inf < value < inf)
 
     @cached_property

@@ -127,7 +127,7 @@ class OutputComparison:
         self._sample_powers: dict[str, list[tuple[Array, Array]]] = {}  # signal and noise of samples, by batch
 
     def add(self, expected: Sequence[Array], got: Sequence[Array], samples: int = 1) -> None:
-        """Add a batch of ``samples``; ``expected`` has the outputs of the first model, ``got`` those of the second."""
+        """Add a batch of ``samples`` samples: outputs of the first model (``expected``) and of the second (``got``)."""
         self.batches += 1
         self.samples += samples
         for i, (name, x, y) in enumerate(zip(self._names, expected, got, strict=True)):
@@ -202,8 +202,8 @@ class OutputComparison:
     def sqnr_interval_db(self, name: str) -> tuple[float, float] | None:
         """Return the interval of an output's SQNR with 95 % confidence; None with fewer than two samples.
 
-        The noise-to-signal ratio R = sum n / sum s over N samples has the relative standard error
-        ``sqrt(N / (N - 1) * sum (n - R s)^2) / sum n``.
+        For N samples with signal power s and noise power n each, the ratio R = sum n / sum s has the relative standard
+        error ``sqrt(N / (N - 1) * sum (n - R s)^2) / sum n``.
         """
         powers = self._sample_powers.get(name, [])
         signal, noise = (np.concatenate([each[i] for each in powers] or [np.zeros(0)]) for i in (0, 1))

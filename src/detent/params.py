@@ -284,7 +284,7 @@ class QuantParams:
         return 32.0 / bits
 
     def parameter_bits(self, sets: int | None = None) -> int:
-        """Return the bits that ``sets`` parameter sets (default: all) take in a file."""
+        """Return the number of bits of ``sets`` parameter sets (default: all) in a file."""
         count = self.num_parameter_sets if sets is None else sets
         return parameter_bits(self.spec, count, 8 * self.scale.dtype.itemsize)
 

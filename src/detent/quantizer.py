@@ -138,7 +138,8 @@ class FakeQuantize:
         """Update the state according to the mode, then fake-quantize x.
 
         Raises:
-            NotCalibratedError: there are no parameters yet, and the mode is Fixed, or EMA or Learned in evaluation.
+            NotCalibratedError: there are no parameters yet. In training, only mode Fixed raises this error; in
+                evaluation, all modes except PerBatch do.
 
         >>> import numpy as np
         >>> FakeQuantize.from_bits(8, scale=0.5).forward(np.array([0.3, 99.0]))

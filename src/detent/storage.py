@@ -134,7 +134,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
 
 @cache
 def _system() -> str:
-    """Return four hex digits that identify this machine since its last boot; its processes see each other's locks."""
+    """Return four hex digits that identify this machine since its last boot; processes on it see each other's locks."""
     try:
         identity = BOOT_ID.read_bytes()
     except OSError:

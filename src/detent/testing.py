@@ -171,9 +171,9 @@ def assert_same_codes(
     """Raise unless a quantized ONNX file matches its source model and its recorded decisions bit for bit.
 
     This is ``dt.verify(model, artifact, data, levels=(1,), raise_on_difference=True)``. It quantizes the source again
-    with the recorded decisions, and compares the result with the file. For every quantizer,
-    it also computes codes from the input in ONNX Runtime, and compares them with the codes of ONNX Runtime. The
-    accumulation order has no effect, so the assertion needs no tolerance and holds on every machine.
+    with the recorded decisions, and compares the result with the file. It also runs the file in ONNX Runtime, computes
+    codes from the input of every quantizer, and compares them with the quantizer's output. The accumulation order has
+    no effect, so the assertion needs no tolerance and holds on every machine.
 
     Args:
         model: a prepared ``detent.torch`` model, or the source ONNX model.
