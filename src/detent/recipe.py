@@ -17,6 +17,7 @@ bits (DoReFa-Net, Zhou et al. 2016).
 import glob
 import json
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
@@ -443,6 +444,11 @@ def exact_pattern(name: str) -> str:
     if escaped.startswith("@"):
         return f"[@]{escaped[1:]}"
     return f"[r]{escaped[1:]}" if escaped.startswith("re:") else escaped
+
+
+def skip_flag(name: str) -> str:
+    """Return the ``--skip`` option that keeps only this layer in float, quoted for a shell."""
+    return f"--skip {shlex.quote(exact_pattern(name))}"
 
 
 def skipped_names(names: Sequence[str], patterns: str | Iterable[str], hint: str) -> set[str]:

@@ -21,12 +21,11 @@ import detent.report as qr
 from detent.cli import main
 from detent.cli.exits import check_can_write, fail
 from detent.cli.model_contents import model_contents
-from detent.cli.quantize_command import _skip_flag
 from detent.cli.screen import Screen
 from detent.errors import SpecError, UnsupportedError
 from detent.evaluate import dry_run, dry_run_estimate, random_inputs
 from detent.evaluate.speed import parse_shapes
-from detent.recipe import get_recipe
+from detent.recipe import get_recipe, skip_flag
 
 from .cli_cases import TIMEOUT, started, write_model
 
@@ -247,7 +246,7 @@ def test_flag_skips_just_that_layer(tmp_path):
     graph = helper.make_graph(nodes, "g", *ends, tensors)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     for name in names:
-        flag, pattern = shlex.split(_skip_flag(name))
+        flag, pattern = shlex.split(skip_flag(name))
         assert flag == "--skip"
         assert [layer.name for layer in qo.plan(model, "w8a16", skip=[pattern]).layers if layer.reason] == [name]
         plain = [layer.name for layer in qo.plan(model, "w8a16", skip=[name]).layers if layer.reason]

@@ -7,11 +7,11 @@ import re
 import pytest
 
 import detent as dt
-from detent.cli.quantize_command import _skip_flag
 from detent.cli.screen import Screen
 from detent.codec import encode
 from detent.errors import SpecError
 from detent.onnx_model import targets
+from detent.recipe import skip_flag
 from detent.tables import bytes_text, of_whole, parse_bytes
 
 
@@ -86,14 +86,9 @@ NARROW = {"qmin": -64, "qmax": 64}
 @pytest.mark.parametrize(
     ("target", "spec", "vnni", "hint"),
     [
-        (
-            "onnxruntime",
-            {},
-            True,
-            "--target onnxruntime-vnni computes the same codes faster, but only on CPUs with VNNI",
-        ),
-        ("onnxruntime", {}, False, "--prefer speed stores them with 7 bits"),
-        ("openvino", {}, None, "--prefer speed stores them with 7 bits"),
+        ("onnxruntime", {}, True, "--target onnxruntime-vnni (only for CPUs with VNNI)"),
+        ("onnxruntime", {}, False, "--prefer speed (weights of 7 bits)"),
+        ("openvino", {}, None, "--prefer speed (weights of 7 bits)"),
         ("onnxruntime", NARROW, True, ""),
         ("onnxruntime-avx2", NARROW, False, ""),
         ("onnxruntime-vnni", {}, True, ""),
@@ -103,8 +98,7 @@ def test_faster_files(target, spec, vnni, hint):
     text = targets.faster(
         targets.get_target(target), [dt.QuantSpec("int8", **NARROW), dt.QuantSpec("int8", **spec)], vnni=vnni
     )
-    assert hint in text
-    assert bool(text) == bool(hint)
+    assert text == hint
 
 
 def test_target_on_another_machine(monkeypatch):
@@ -117,7 +111,7 @@ def test_target_on_another_machine(monkeypatch):
     ("name", "flag"), [("a/b.c", "--skip a/b.c"), ("a b", "--skip 'a b'"), ("x[0]", "--skip 'x[[]0]'")]
 )
 def test_flag_can_be_typed(name, flag):
-    assert _skip_flag(name) == flag
+    assert skip_flag(name) == flag
 
 
 def test_screen_keeps_stdout_for_the_document(capsys):

@@ -149,25 +149,33 @@ def test_the_page_has_the_command_and_says_nothing_twice(desk, monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    ("second", "has_hint"), [(2.0, True), (0.99, True), (0.5, False)], ids=["slow", "same", "fast"]
+    ("ms", "tried_ms", "hints", "warns"),
+    [(2.0, 0.5, False, True), (0.99, 0.5, True, False), (0.99, 0.99, False, False), (0.5, 0.4, False, False)],
+    ids=["slow", "same", "same, and no option helps", "fast"],
 )
-def test_a_hint_where_it_is_not_faster(desk, monkeypatch, capsys, second, has_hint):
+def test_a_hint_where_it_is_not_faster(desk, monkeypatch, capsys, ms, tried_ms, hints, warns):
+    def times(_first, second, *_, **__):
+        return Timing(1.0, tried_ms if isinstance(second, onnx.ModelProto) else ms, 3, 1)
+
     monkeypatch.chdir(desk)
-    monkeypatch.setattr("detent.evaluate.evaluation.time_models", lambda *_, **__: Timing(1.0, second, 3, 1))
-    monkeypatch.setattr("detent.evaluate.evaluation.has_vnni", lambda: True)
+    monkeypatch.setattr("detent.evaluate.evaluation.time_models", times)
+    monkeypatch.setattr("detent.evaluate.speed_advice.has_vnni", lambda: True)
     options = ["--no-rank", "--no-verify", "--prefer", "accuracy"]
+    flag = "--target onnxruntime-vnni (only for CPUs with VNNI): 0.50 ms"
     assert main(["quantize", "model.onnx", "-d", "few.npz", *options, "--json"]) == 0
-    out, _ = capsys.readouterr()
-    hint = "this CPU has VNNI: --target onnxruntime-vnni computes the same codes faster, but only on CPUs with VNNI"
-    assert json.loads(out)["hints"] == [hint] * has_hint
+    document = json.loads(capsys.readouterr().out)
+    assert (f"a faster option for this model: {flag}" in document["hints"]) == hints
+    assert [flag in each["text"] for each in document["warnings"] if each["code"] == "slower"] == [True] * warns
     assert main(["quantize", "model.onnx", "-d", "few.npz", *options, "--force"]) == 0
-    assert (f"hint: {hint}\n" in capsys.readouterr().err) == has_hint
+    err = capsys.readouterr().err
+    assert (f"hint: a faster option for this model: {flag}\n" in err) == hints
+    assert ("warning: slower: " in err) == warns
 
 
 def test_weights_alone_get_no_hint_of_targets(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
     monkeypatch.setattr("detent.evaluate.evaluation.time_models", lambda *_, **__: Timing(1.0, 2.0, 3, 1))
-    monkeypatch.setattr("detent.evaluate.evaluation.has_vnni", lambda: True)
+    monkeypatch.setattr("detent.evaluate.speed_advice.has_vnni", lambda: True)
     assert main(["quantize", "model.onnx", "--recipe", "w8a16"]) == 0
     assert "VNNI" not in capsys.readouterr().err
 

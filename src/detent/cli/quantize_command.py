@@ -1,6 +1,5 @@
 """``detent quantize``: quantize an ONNX file, evaluate the quantized model, and print a summary."""
 
-import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from math import isnan
@@ -35,7 +34,7 @@ from detent.cli.options import (
 )
 from detent.cli.screen import Screen
 from detent.errors import SpecError
-from detent.recipe import exact_pattern
+from detent.recipe import skip_flag
 from detent.tables import bytes_text, counted, parse_bytes
 
 if TYPE_CHECKING:
@@ -338,16 +337,11 @@ def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | No
         screen.say("most sensitive layers, and the flag that keeps each in float:")
         for layer in evaluation.sensitive_layers:
             share = " <1 %" if layer.noise_share < 0.01 else f"{100 * layer.noise_share:3.0f} %"
-            screen.say(f"  {share} of the noise  {_skip_flag(layer.name)}")
+            screen.say(f"  {share} of the noise  {skip_flag(layer.name)}")
     if report is not None:
         screen.say(f"report: {report}")
     for warning in evaluation.warnings:
         screen.warn(f"{warning.code}: {warning.text}")
-
-
-def _skip_flag(layer: str) -> str:
-    """Return the --skip option that keeps only this layer in float, quoted for a shell."""
-    return f"--skip {shlex.quote(exact_pattern(layer))}"
 
 
 def _document(
@@ -365,7 +359,7 @@ def _document(
         "missed": list(missed),
         "model": str(model),
         **document,
-        "sensitive_layers": [{**layer, "flag": _skip_flag(layer["layer"])} for layer in document["sensitive_layers"]],
+        "sensitive_layers": [{**layer, "flag": skip_flag(layer["layer"])} for layer in document["sensitive_layers"]],
         "report": None if report is None else str(report),
         "warnings": [each._asdict() for each in warnings],
     }

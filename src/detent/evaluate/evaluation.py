@@ -5,7 +5,6 @@ data are loaded once. If a check cannot run, such as timing, there is a warning 
 already written.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ from detent import sensitivity as qs
 from detent.errors import DetentError
 from detent.evaluate.accuracy import Accuracy, Split, measure_accuracy, split_batches
 from detent.evaluate.speed import Timing, random_inputs, time_models
+from detent.evaluate.speed_advice import SpeedAdvice, advise
 from detent.metrics import worst_output
 from detent.onnx.pipeline import QuantizeReport
 from detent.onnx.quality_warnings import QuantizeWarning, few_samples, float_layers_text
 from detent.onnx_model.batches import BatchSource
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.provenance import Provenance
-from detent.onnx_model.targets import faster, has_vnni
 from detent.recipe import Recipe
 from detent.tables import bytes_text, counted, html_table
 from detent.verification import VerifyReport, verify
@@ -76,7 +75,7 @@ class Evaluation:
             not run.
         sensitivity: output noise with one layer quantized at a time; None if it was not requested, could not run, or
             would take too long.
-        hints: suggestions for a faster model.
+        hints: options that make the model faster, if it is only as fast as the float model.
         warnings: the warnings of ``result``, but those about accuracy are measured on the evaluation batches. Further
             warnings are about a slower model, and about checks that could not run.
     """
@@ -312,7 +311,7 @@ class _Evaluator:
         self.progress: StageProgress = (lambda *_: None) if progress is None else progress
 
     def run(self, checks: Checks) -> Evaluation:
-        timing = self._time() if checks.time else None
+        timing, advice = self._time() if checks.time else (None, SpeedAdvice())
         accuracy: Accuracy | None = None
         verification: VerifyReport | None = None
         sensitivity: qs.Sensitivity | None = None
@@ -332,8 +331,8 @@ class _Evaluator:
             timing,
             verification,
             sensitivity,
-            self._hints(timing),
-            (*self._result_warnings(accuracy), *self._speed_warnings(timing), *self.warnings),
+            advice.hints,
+            (*self._result_warnings(accuracy), *advice.warnings, *self.warnings),
         )
 
     def _result_warnings(self, accuracy: Accuracy | None) -> Iterator[QuantizeWarning]:
@@ -346,32 +345,24 @@ class _Evaluator:
             yield from few_samples(self.result.samples + accuracy.samples * self.split.is_held_out)
         yield from (each for each in self.result.warnings if each.code not in MEASURED_AGAIN)
 
-    def _speed_warnings(self, timing: Timing | None) -> Iterator[QuantizeWarning]:
-        """Yield a warning with advice if the quantized model is slower than the float model."""
-        if timing is None or not timing.is_slower:
-            return
-        advice = "Weight-only recipes make files smaller, not faster: use w8a8"
-        if any(layer.input for layer in self.result.layers):
-            options = json.loads(self.result.decisions.options or "{}") if self.result.decisions is not None else {}
-            speed = "" if options.get("prefer") == "speed" else "--prefer speed"
-            vnni = "--target onnxruntime-vnni" if has_vnni() and self.result.plan.target.name == "onnxruntime" else ""
-            flags = " or ".join(flag for flag in (speed, vnni) if flag)
-            advice = f"Try {flags}" if flags else "Keep the float model, or skip the layers on float kernels"
-        text = f"the quantized model is slower than the float model: {timing}. {advice}"
-        yield QuantizeWarning("slower", text)
-
     def _warn(self, text: str) -> None:
         _log.warning("%s", text)
         self.warnings.append(QuantizeWarning("not-run", text))
 
-    def _time(self) -> Timing | None:
+    def _time(self) -> tuple[Timing | None, SpeedAdvice]:
+        """Time both models, and advise if the quantized model is not faster."""
         try:
             split, progress = self.split, partial(self.progress, "timing")
             feeds = [random_inputs(self.source)] if split is None else list(split.evaluation.first(TIMING_BATCHES))
-            return time_models(self.source, self.quantized, feeds, seconds=TIMING_SECONDS, progress=progress)
+
+            def measure(quantized: ModelSource) -> Timing:
+                return time_models(self.source, quantized, feeds, seconds=TIMING_SECONDS, progress=progress)
+
+            timing = measure(self.quantized)
+            return timing, advise(self.source, self.quantized, self.result, timing, feeds, measure)
         except DetentError as error:
             self._warn(f"the models were not timed: {error}")
-            return None
+            return None, SpeedAdvice()
 
     def _verify(self, split: Split) -> VerifyReport | None:
         batches = split.evaluation.first(VERIFY_BATCHES).counted(partial(self.progress, "verifying"))
@@ -406,12 +397,3 @@ class _Evaluator:
                 error_text = str(error)
         self._warn(f"the sensitivity of layers was not measured: {error_text}")
         return None
-
-    def _hints(self, timing: Timing | None) -> tuple[str, ...]:
-        """Return hints if layer inputs are quantized and the quantized model is still not faster than the float one."""
-        if timing is None or timing.is_faster or not any(layer.input for layer in self.result.layers):
-            return ()
-        plan = self.result.plan
-        rows = [line for line in plan.quantized if line.input and not plan.layers_by_name[line.name].depthwise]
-        hint = faster(plan.target, [line.weight for line in rows if line.weight is not None], vnni=has_vnni())
-        return (hint,) if hint else ()

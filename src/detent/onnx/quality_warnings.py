@@ -4,13 +4,13 @@ Each warning has a code, which does not change between versions, and a text that
 about what it can see itself. ``detent.evaluate`` adds held-out accuracy and speed. A warning never stops the job;
 ``detent quantize --strict`` ends with exit code 1 if there are any.
 
-===================== ==================================================================================
+===================== ==========================================================================================
 code                  condition
-===================== ==================================================================================
+===================== ==========================================================================================
 low-sqnr              the SQNR of the worst output is below 20 dB
 low-agreement         the top-1 agreement is below 0.98
 larger-file           the quantized file is larger than the float file
-slower                the quantized model takes at least 5 % more CPU time than the float model
+slower                the quantized model takes at least 5 % more CPU time than the float model in ONNX Runtime
 few-samples           activations are quantized, and there are fewer than 32 samples
 constant-data         every input has the same value in all samples
 unscaled-data         an input holds integers up to 255, but the weights of its layer expect small values
@@ -18,7 +18,7 @@ float-layers          layers in float, or on float kernels, hold over 10 % of th
 padded-weights        a weight has fewer bits than the type that stores it
 target                the target does not suit this CPU
 not-run               a check could not run
-===================== ==================================================================================
+===================== ==========================================================================================
 """
 
 from collections import Counter

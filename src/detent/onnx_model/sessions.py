@@ -90,6 +90,7 @@ def make_session(
     threads: int = 0,
     config: Mapping[str, str] | None = None,
     write_to: str | None = None,
+    profile_to: str | None = None,
 ) -> ort.InferenceSession:
     """Create a session on the CPU.
 
@@ -100,6 +101,7 @@ def make_session(
         config: session settings of ONNX Runtime by key. Threads do not spin by default, because spinning doubles the
             CPU time. To measure time, pass ``{SPINNING: "1"}``, the default of ONNX Runtime.
         write_to: path to write the optimized graph to.
+        profile_to: start of the path to write a profile to; ``end_profiling`` writes it and returns the path.
 
     Raises:
         UnsupportedError: ONNX Runtime failed to load the model; the message gives the reason.
@@ -120,6 +122,9 @@ def make_session(
     if write_to is not None:
         options.graph_optimization_level = level.ORT_ENABLE_ALL
         options.optimized_model_filepath = write_to
+    if profile_to is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = profile_to
     if isinstance(model, LoadedModel):
         model = model.proto  # the file may have been replaced since
     try:

@@ -34,7 +34,17 @@ from detent.formats import Format
 from detent.onnx_model.graph import element_type
 from detent.spec import QuantSpec
 
-__all__ = ["TARGETS", "Container", "Target", "faster", "get_target", "has_vnni", "largest_code", "mismatch"]
+__all__ = [
+    "PREFER_SPEED",
+    "TARGETS",
+    "Container",
+    "Target",
+    "faster",
+    "get_target",
+    "has_vnni",
+    "largest_code",
+    "mismatch",
+]
 
 Runtime = Literal["onnxruntime", "openvino"]
 BYTE = 8  # bits
@@ -162,14 +172,14 @@ def _flags() -> list[str] | None:
     return next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), None)
 
 
+PREFER_SPEED = "--prefer speed (weights of 7 bits)"
+
+
 def faster(target: Target, specs: Iterable[QuantSpec], *, vnni: bool | None) -> str:
-    """Advise how to make a file faster, from the weight specs of its dense layers; "" for no advice."""
+    """Return the option that stores weights for faster kernels, from the specs of dense layers; "" if none does."""
     if not any(target.weight_container(spec).shift for spec in specs):
         return ""
-    if vnni:
-        name = target.name
-        return f"this CPU has VNNI: --target {name}-vnni computes the same codes faster, but only on CPUs with VNNI"
-    return "8-bit weights run on slow kernels: --prefer speed stores them with 7 bits"
+    return f"--target {target.name}-vnni (only for CPUs with VNNI)" if vnni else PREFER_SPEED
 
 
 def mismatch(target: str, vnni: bool | None = None) -> str:

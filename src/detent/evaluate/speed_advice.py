@@ -1,0 +1,307 @@
+"""Advice for a quantized model that is not faster than its float model: slow layers, and options that help.
+
+The profile of ONNX Runtime holds the time of each node. A node belongs to the layer that has its name or its output. If
+a layer runs in float, the DequantizeLinear node of its weight also belongs to it. The slow layers are those with the
+largest difference between both models.
+
+An option is advised only if it helps: the model is rewritten as the option would do it, and timed. The options are fast
+storage of weights (``--prefer speed`` or a target for VNNI) and ``--skip``.
+"""
+
+import json
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from os import fspath
+from pathlib import Path
+from typing import NamedTuple
+
+from detent.errors import DetentError
+from detent.evaluate.speed import SAME_SPEED, Timing, duration_text
+from detent.onnx.decisions import Decisions, RangeDecision
+from detent.onnx.fast_kernels import choose_last_layers, multiplications
+from detent.onnx.graph_plan import GraphPlan
+from detent.onnx.pipeline import LayerReport, QuantizeReport
+from detent.onnx.quality_warnings import QuantizeWarning
+from detent.onnx.quantized_graph import placed, rewrite
+from detent.onnx_model.batches import Feed
+from detent.onnx_model.files import LoadedModel, ModelSource
+from detent.onnx_model.graph import DEQUANTIZE, QUANTIZERS
+from detent.onnx_model.provenance import Provenance
+from detent.onnx_model.sessions import make_session, ort_errors, written_name
+from detent.onnx_model.targets import PREFER_SPEED, faster, has_vnni
+from detent.recipe import skip_flag
+from detent.tables import short_name
+
+__all__ = ["SpeedAdvice", "advise"]
+
+PROFILED_RUNS = 5
+MAX_LAYERS_NAMED = 3
+MIN_EXTRA = 0.01  # relative to the float model's time; a layer that loses less time is not named
+MIN_QUANTIZERS = 0.05  # relative to the float model's time
+BYTE = 8  # bits
+SKIPPED = "skipped"
+ANY_RANGE = RangeDecision(1.0, 0)  # for tensors that only the tried option quantizes
+NO_OPTION_HELPS = "No option helps: quantizing this model does not pay on this CPU"
+OTHER_RECIPE = "ONNX Runtime has integer kernels for 8-bit weights and activations only: for speed, try --recipe w8a8"
+WEIGHT_ONLY = "Weight-only recipes make files smaller, not faster: for speed, try --recipe w8a8"
+FUSED = ("Add", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh")  # with the convolution before them
+_KERNEL_TIME = "_kernel_time"
+_RENAMED = re.compile(r"^fused |(_nchwc|/MatMulAddFusion)$")  # what ONNX Runtime adds to names of float nodes
+Measure = Callable[[ModelSource], Timing]
+
+
+class SpeedAdvice(NamedTuple):
+    """Hints for a model that is as fast as its float model, or a warning for a slower one."""
+
+    hints: tuple[str, ...] = ()
+    warnings: tuple[QuantizeWarning, ...] = ()
+
+
+def advise(
+    source: LoadedModel,
+    quantized: LoadedModel,
+    result: QuantizeReport,
+    timing: Timing,
+    feeds: Sequence[Feed],
+    measure: Measure,
+) -> SpeedAdvice:
+    """Advise on a model that is not faster than its float model.
+
+    The result is empty for OpenVINO, because times in ONNX Runtime say nothing about it.
+
+    Args:
+        source: the float model.
+        quantized: the quantized model.
+        result: the report of ``qo.quantize``.
+        timing: times of both models.
+        feeds: batches for the profile.
+        measure: function that times the float model and the model it gets.
+    """
+    if timing.is_faster or result.plan.target.runtime != "onnxruntime":
+        return SpeedAdvice()
+    is_weight_only = not any(layer.input for layer in result.layers)
+    trials = _Trials(source, result, timing, measure)
+    options = [] if is_weight_only else [*trials.fast_kernels(feeds[0])]
+    if not timing.is_slower:
+        return SpeedAdvice(tuple(f"a faster option for this model: {option}" for option in options))
+    times = _layer_times(result, quantized, feeds)
+    slow = [each for each in times.layers if each.extra_ms >= MIN_EXTRA * timing.first_ms][:MAX_LAYERS_NAMED]
+    if not is_weight_only:
+        options += trials.skipping([each.layer.name for each in slow if not each.layer.reason])
+    causes = [str(each) for each in slow]
+    if times.quantizers_ms >= MIN_QUANTIZERS * timing.first_ms:
+        causes.append(f"quantizing and dequantizing activations takes {duration_text(times.quantizers_ms)}")
+    text = [f"the quantized model is slower than the float model: {timing}"]
+    if causes:
+        text.append(f"Where the time goes: {'; '.join(causes)}")
+    text.append(WEIGHT_ONLY if is_weight_only else _options_text(options, result))
+    return SpeedAdvice(warnings=(QuantizeWarning("slower", ". ".join(text)),))
+
+
+# Options
+
+
+class _Option(NamedTuple):
+    """An option that makes the quantized model faster: its text, and the times of the float and the new model."""
+
+    text: str
+    float_ms: float
+    ms: float
+
+    def __str__(self) -> str:
+        return f"{self.text}: {duration_text(self.ms)}"
+
+
+def _options_text(options: Sequence[_Option], result: QuantizeReport) -> str:
+    if not options:
+        specs = [spec for line in result.plan.quantized for spec in (line.weight, line.input)]
+        is_w8a8 = all(spec is None or spec.bits == BYTE for spec in specs)
+        return NO_OPTION_HELPS if is_w8a8 else OTHER_RECIPE
+    is_enough = any(option.ms < SAME_SPEED * option.float_ms for option in options)
+    rest = "" if is_enough else ". Still, quantizing this model does not pay on this CPU"
+    return f"Options that help: {'; '.join(map(str, options))}{rest}"
+
+
+@dataclass(frozen=True)
+class _Trials:
+    """Options, tried on rewritten models. Only the times of these models matter, so any range and any codes will do."""
+
+    source: LoadedModel
+    result: QuantizeReport
+    timing: Timing
+    measure: Measure
+
+    def fast_kernels(self, feed: Feed) -> Iterator[_Option]:
+        """Yield a target for VNNI and ``--prefer speed``, if they help.
+
+        A target for VNNI stores all weights as int8. So does ``--prefer speed``, with other codes.
+        """
+        plan, decisions = self.result.plan, self.result.decisions
+        if decisions is None:
+            return
+        dense = [line for line in plan.quantized if line.input and not plan.layers_by_name[line.name].depthwise]
+        text = faster(plan.target, [line.weight for line in dense if line.weight is not None], vnni=has_vnni())
+        fast = replace(decisions, target=f"{plan.target.runtime}-vnni")
+        if text:
+            yield from self._tried(text, lambda: fast)
+        if json.loads(decisions.options or "{}").get("prefer") == "accuracy" and text != PREFER_SPEED:
+            yield from self._tried(PREFER_SPEED, lambda: _replanned(_with_last_layers(plan, feed), fast))
+
+    def skipping(self, names: Sequence[str]) -> Iterator[_Option]:
+        """Yield ``--skip`` of the first or of all layers, whichever is faster, if it helps."""
+        plan, decisions = self.result.plan, self.result.decisions
+        if decisions is None:
+            return
+        options: list[_Option] = []
+        for count in sorted({1, len(names)}) if names else ():
+            skipped = names[:count]
+            if count < len(plan.quantized):
+                text = " ".join(map(skip_flag, skipped))
+                options += self._tried(text, partial(_replanned, plan.without(skipped, SKIPPED), decisions))
+        yield from sorted(options, key=lambda option: option.ms / option.float_ms)[:1]
+
+    def _tried(self, text: str, decide: Callable[[], Decisions]) -> Iterator[_Option]:
+        """Yield an option if its model is clearly faster than the quantized model."""
+        try:
+            new = self.measure(rewrite(self.source, decide()))
+        except DetentError:  # an option that cannot be tried is not advised
+            return
+        if new.ratio >= SAME_SPEED * self.timing.ratio:
+            yield _Option(text, self.timing.first_ms, self.timing.first_ms / new.ratio)
+
+
+def _with_last_layers(plan: GraphPlan, feed: Feed) -> GraphPlan:
+    """Return a plan that treats last layers as ``--prefer speed`` does."""
+    last = choose_last_layers(plan, multiplications(plan, feed), "speed")
+    return plan.without(last.in_float, SKIPPED).with_quantized_outputs(last.quantized)
+
+
+def _replanned(plan: GraphPlan, decisions: Decisions) -> Decisions:
+    """Return decisions for a plan that quantizes fewer layers, or more outputs."""
+    observed = {name: each.observed_range for name, each in decisions.ranges.items() if each.observed_range is not None}
+    placements = plan.placements(observed)
+    ranges = {each.tensor: decisions.ranges.get(each.tensor, ANY_RANGE) for each in placements}
+    params = {each.tensor: ranges[each.tensor].params(each.spec) for each in placements}
+    placements, used = placed(plan, placements, params)
+    kept = {line.name for line in plan.quantized}
+    layers = (each if each.name in kept or each.reason else each.kept_in_float(SKIPPED) for each in decisions.layers)
+    return replace(
+        decisions,
+        placements=tuple(placements),
+        ranges={group: ranges[group] for group in used},
+        layers=tuple(layers),
+    )
+
+
+# Profile
+
+
+class NodeTime(NamedTuple):
+    """A node of an optimized graph, its operator, and its shortest time."""
+
+    name: str
+    operator: str
+    ms: float
+
+
+class LayerTime(NamedTuple):
+    """A layer, and its times in the float model and in the quantized model."""
+
+    layer: LayerReport
+    float_ms: float
+    quantized_ms: float
+
+    @property
+    def extra_ms(self) -> float:
+        """By how much the layer is slower in the quantized model."""
+        return self.quantized_ms - self.float_ms
+
+    def __str__(self) -> str:
+        reason = self.layer.float_reason
+        kernel = f"in float: {reason}" if reason else self.layer.kernel
+        times = f"{duration_text(self.quantized_ms)} instead of {duration_text(self.float_ms)}"
+        return f"{short_name(self.layer.name)} takes {times} ({kernel})"
+
+
+class _Times(NamedTuple):
+    """Times of layers, and of the QuantizeLinear and DequantizeLinear nodes of activations."""
+
+    layers: tuple[LayerTime, ...] = ()
+    quantizers_ms: float = 0.0
+
+
+def _layer_times(result: QuantizeReport, quantized: LoadedModel, feeds: Sequence[Feed]) -> _Times:
+    """Return the times of all layers that both profiles hold; the layer that loses the most time comes first."""
+    plan = result.plan
+    try:
+        float_nodes, quantized_nodes = node_times((plan.model, quantized), feeds)
+    except DetentError:  # the warning then names no layers
+        return _Times()
+    labels = _labels(plan)
+    before = _by_layer(float_nodes, labels)
+    after = _by_layer(quantized_nodes, labels | _weight_labels(quantized))
+    both = (each for each in result.layers if each.name in before and each.name in after)
+    layers = [LayerTime(each, before[each.name], after[each.name]) for each in both]
+    return _Times(tuple(sorted(layers, key=lambda each: -each.extra_ms)), after.get("", 0.0))
+
+
+def _labels(plan: GraphPlan) -> dict[str, str]:
+    """Map nodes and tensors to the layer that they belong to: its name, its output, and those of operators after it."""
+    labels = {name: name for name in plan.layers_by_name}
+    for name, layer in plan.layers_by_name.items():
+        result = layer.node.output[0]
+        while result not in labels:
+            labels[result] = name
+            readers = plan.graph.consumers(result)
+            if len(readers) != 1 or readers[0].op_type not in FUSED:
+                break
+            result = readers[0].output[0]
+    return labels
+
+
+def _weight_labels(model: LoadedModel) -> dict[str, str]:
+    """Map the DequantizeLinear nodes of weights to their layers."""
+    provenance = Provenance.read(model.proto)
+    weights = {} if provenance is None else provenance.weights
+    nodes = (node for node in model.proto.graph.node if node.op_type == DEQUANTIZE and node.input[0] in weights)
+    return {node.name: weights[node.input[0]] for node in nodes}
+
+
+def _by_layer(nodes: Sequence[NodeTime], labels: Mapping[str, str]) -> dict[str, float]:
+    """Add up the times of the nodes of each layer, and of other QuantizeLinear and DequantizeLinear nodes as ""."""
+    times: dict[str, float] = defaultdict(float)
+    for node in nodes:
+        layer = labels.get(node.name, labels.get(_RENAMED.sub("", written_name(node.name))))
+        if layer is not None or node.operator in QUANTIZERS:
+            times[layer or ""] += node.ms
+    return dict(times)
+
+
+def node_times(models: Sequence[ModelSource], feeds: Sequence[Feed]) -> list[list[NodeTime]]:
+    """Profile models with alternating runs on one thread; returns the nodes of each with their shortest times."""
+    with tempfile.TemporaryDirectory() as directory:
+        prefixes = [fspath(Path(directory, f"profile{i}")) for i in range(len(models))]
+        sessions = [
+            make_session(each, threads=1, profile_to=prefix) for each, prefix in zip(models, prefixes, strict=True)
+        ]
+        for run in range(1 + PROFILED_RUNS):
+            for session in sessions:
+                with ort_errors():
+                    session.run(None, feeds[run % len(feeds)])
+        return [_read_profile(Path(session.end_profiling())) for session in sessions]
+
+
+def _read_profile(path: Path) -> list[NodeTime]:
+    shortest: dict[tuple[str, str], NodeTime] = {}
+    for event in json.loads(path.read_text(encoding="utf-8")):
+        name = str(event.get("name", ""))
+        if event.get("cat") != "Node" or not name.endswith(_KERNEL_TIME):
+            continue
+        key, ms = (name, str(event["args"].get("node_index"))), event["dur"] / 1000
+        if key not in shortest or ms < shortest[key].ms:
+            shortest[key] = NodeTime(name.removesuffix(_KERNEL_TIME), str(event["args"].get("op_name")), ms)
+    return list(shortest.values())
