@@ -413,7 +413,8 @@ class Tests : public Arrays {
         const double own = mass[set * lower.size() + bin];
         const double a = std::max(lower[bin], low[set]), b = std::min(upper[bin], high[set]);
         if (own != 0) expected += model::grid_error(grid, static_cast<int>(c.norm), a, b, own);
-        all += own;
+        // The kernel subtracts integrals up to the ends of a bin, and divides by its width: a narrow bin rounds more.
+        all += own * std::max(1.0, a < b ? 0.01 / (b - a) : 1.0);
       }
       expect(std::fabs(c.errors[i] - expected) <= 1e-10 * all, c, i, "another error");
     }
