@@ -167,7 +167,7 @@ def test_compare_takes_both_kinds_of_reports(inside, tmp_path, capsys, suffix):
 def test_compare_of_a_page_of_somebody_else(inside, tmp_path, capsys):
     (tmp_path / "b.html").write_text("<html></html>")
     assert main(["compare", "a.json", str(tmp_path / "b.html")]) == 2
-    assert "is not a detent report" in capsys.readouterr().err
+    assert "has no report-data element" in capsys.readouterr().err
 
 
 def test_report_of_widths_needs_a_budget(inside, capsys):
