@@ -1,15 +1,14 @@
 """Accuracy of a quantized model relative to its float model, on held-out batches.
 
-With 20 or more batches, every tenth is held out from calibration; the choice depends only on the number of batches.
-With fewer, nothing is held out: evaluation uses the first eight calibration batches, and ``Split.is_held_out`` is
-False.
+With 20 or more batches, every tenth batch is held out from calibration and used for evaluation. With fewer batches,
+nothing is held out: evaluation uses the first eight calibration batches, and ``Split.is_held_out`` is False.
 
 SQNR = 10 log10(sum x^2 / sum (x - y)^2) in dB, over all batches. x is an output of the float model, and y is the same
 output of the quantized model. Only outputs of a float type have an SQNR. Top-1 agreement is the share of samples for
-which both models predict the same class. For this, the first output must have one row of class scores, or one label,
-per sample. For other outputs of integers, the metric is the share of equal elements. If the two models return different
-shapes for an output, that output is not compared on that batch, and ``Accuracy.not_compared`` says so. True labels are
-not used: all metrics compare with the float model.
+which both models predict the same class. It needs a first output with one row of class scores, or one label, per
+sample. Outputs of integers or booleans have the share of equal elements instead of an SQNR. An output is not compared
+on batches for which the two models return different shapes; ``Accuracy.not_compared`` lists such outputs. True labels
+are not used: all metrics compare the quantized model with the float model.
 """
 
 from collections.abc import Mapping
@@ -46,7 +45,7 @@ class Split:
 
 
 def split_batches(model: ModelSource, data: BatchSource, batch_size: int | None = None) -> Split:
-    """Split data into calibration and held-out batches, without reading them.
+    """Split data into calibration and held-out batches, without reading the data.
 
     Args:
         model: the model that will run on the data.
@@ -86,16 +85,16 @@ class Accuracy:
     """Accuracy of a quantized model relative to its float model.
 
     Attributes:
-        outputs_sqnr_db: SQNR by output name, over all batches, for outputs of a float type.
+        outputs_sqnr_db: maps the name of each float output to its SQNR over all batches.
         agreement: top-1 agreement, from 0 to 1; None if the first output has neither class scores nor labels.
         batches: number of batches that were compared.
-        outputs_equal: share of equal elements by output name, for outputs of integers or booleans.
-        not_compared: why an output was not compared on some batches, by output name.
+        outputs_equal: maps the name of each output of integers or booleans to its share of equal elements.
+        not_compared: maps the name of each output that was not compared on some batches to the reason.
         samples: number of samples that were compared.
-        sqnr_interval_db: interval of the lowest SQNR with 95 % confidence, from the standard error over samples; None
-            with fewer than two samples.
-        agreement_interval: Wilson interval of the top-1 agreement with 95 % confidence.
-        warnings: low SQNR, low agreement.
+        sqnr_interval_db: 95 % confidence interval of the lowest SQNR, from the standard error over samples; None with
+            fewer than two samples.
+        agreement_interval: 95 % confidence interval (Wilson) of the top-1 agreement; None if ``agreement`` is None.
+        warnings: warnings about a low SQNR or a low top-1 agreement.
 
     >>> accuracy = Accuracy({"y": 41.0, "z": 30.5}, 1.0, 3)
     >>> accuracy.worst_output, accuracy.sqnr_db
@@ -155,9 +154,9 @@ def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSour
 
 
 def check_supports_agreement(source: ModelSource, feed: Feed) -> None:
-    """Run the float model on one batch, and check that top-1 agreement can be computed from its outputs.
+    """Run the float model on one batch, and check that top-1 agreement can be computed from the first output.
 
-    Called before quantization, so that an impossible limit fails early.
+    The check runs before quantization, so that a limit on the agreement fails early if no agreement can be computed.
 
     Raises:
         SpecError: the first output has neither one row of class scores nor one label per sample.

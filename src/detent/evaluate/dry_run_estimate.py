@@ -31,8 +31,8 @@ from detent.errors import DetentError, SpecError, UnsupportedError
 
 __all__ = ["MARGIN", "SLACK_BYTES", "DryRun", "dry_run"]
 
-MARGIN, SLACK_BYTES = 1.4, 4 << 20  # factor and constant of the memory bound in the module docstring
-MAX_BATCHES = 8  # qo.quantize uses more batches only for ranges
+MARGIN, SLACK_BYTES = 1.4, 4 << 20  # factor and constant in the formula for memory, see the module docstring
+MAX_BATCHES = 8  # qo.quantize uses further batches only for ranges
 MAX_ERROR_CHARS = 500  # a message quotes at most this much of the other process's stderr
 _STATUS = Path("/proc/self/status")
 _CODE = "from detent.evaluate.dry_run_estimate import _worker_main; _worker_main()"
@@ -49,8 +49,8 @@ class DryRun:
         seconds: wall time of the dry run.
         batches: calibration batches that the dry run used.
         total_batches: calibration batches of the full run.
-        seconds_per_batch: estimated seconds for each further batch.
-        layers: one dict per layer: the fields of ``qo.LayerReport``, and its nbytes_before and nbytes_after.
+        seconds_per_batch: estimated seconds for each batch that the dry run did not use.
+        layers: one dict per layer, with the fields of ``qo.LayerReport``, nbytes_before and nbytes_after.
         steps: what the accuracy passes changed.
 
     >>> run = DryRun(8, 2, 100 << 20, 3.0, 8, 18, 0.5, (), ())
@@ -205,9 +205,9 @@ def _quantize(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _memory(name: str) -> int | None:
-    """Return this process's resident memory in bytes: current ("VmRSS") or peak ("VmHWM").
+    """Return this process's resident memory in bytes: the current memory if ``name`` is "VmRSS", the peak if "VmHWM".
 
-    Reads /proc, which only Linux has; None on other systems.
+    The result is None on systems other than Linux, because only Linux has the file that this function reads.
     """
     try:
         lines = _STATUS.read_text(encoding="ascii").splitlines()

@@ -1,8 +1,8 @@
 """Evaluation of a quantized file: accuracy, speed, verification and the most sensitive layers.
 
 ``quantize_and_evaluate`` does the work of ``detent quantize``: ``qo.quantize``, then ``evaluate_result``. Models and
-data are loaded once. If a check cannot run, such as timing, there is a warning and no exception, because the file is
-already written.
+data are loaded once. If a check such as timing cannot run, the evaluation gets a warning and raises no exception,
+because the file is already written.
 """
 
 import logging
@@ -45,7 +45,7 @@ StageProgress = Callable[[str, int, int | None], None]
 class Checks(NamedTuple):
     """Checks that ``evaluate_result`` runs besides accuracy."""
 
-    verify: bool = True  # run levels 1 and 3 of ``dt.verify``
+    verify: bool = True  # run ``dt.verify`` at levels 1 and 3
     time: bool = True  # measure the run time of both models
     sensitivity: bool = True  # measure the output noise with one layer quantized at a time
 
@@ -76,8 +76,8 @@ class Evaluation:
         sensitivity: output noise with one layer quantized at a time; None if it was not requested, could not run, or
             would take too long.
         hints: options that make the model faster, if it is only as fast as the float model.
-        warnings: the warnings of ``result``, but those about accuracy are measured on the evaluation batches. Further
-            warnings are about a slower model, and about checks that could not run.
+        warnings: warnings about accuracy on the evaluation batches, about a slower quantized model, and about checks
+            that could not run. The warnings of ``result`` about anything but accuracy are included.
     """
 
     source: LoadedModel
@@ -284,7 +284,7 @@ def evaluate_result(
     Args:
         source: the float model.
         result: the report of ``qo.quantize``.
-        split: calibration and evaluation batches, from ``split_batches``; with None, only run time is measured.
+        split: calibration and evaluation batches, from ``split_batches``; if None, only run times are measured.
         checks: the checks to run besides accuracy.
         progress: callback f(stage, done, total) with the name of the stage; total is None if unknown.
 
@@ -336,7 +336,7 @@ class _Evaluator:
         )
 
     def _result_warnings(self, accuracy: Accuracy | None) -> Iterator[QuantizeWarning]:
-        """Yield the warnings of ``qo.quantize``; those about accuracy and samples come from the evaluation instead."""
+        """Yield the evaluation's warnings about accuracy and samples, and all other warnings of ``qo.quantize``."""
         if accuracy is None or self.split is None:
             yield from self.result.warnings
             return

@@ -1,9 +1,9 @@
 """Speed of two models in ONNX Runtime.
 
 Runs of the two models alternate, so that other load on the machine slows both. With one thread, CPU time is measured,
-which does not count time in which other processes run. With several threads, wall time is measured. The medians are
-compared. The spread is computed from the ratios of adjacent runs. Loading and the first run, which allocates memory,
-are not timed.
+which does not count time in which other processes run. With several threads, wall time is measured. The median times
+of the two models are compared. The spread is computed from the ratios of adjacent runs: the time of the first model
+divided by that of the second. Loading and the first run, which allocates memory, are not timed.
 """
 
 import re
@@ -29,7 +29,7 @@ MIN_RUNS, MAX_RUNS = 3, 50  # timed runs per model
 SAME_SPEED = 1.05  # two run times count as equal if their ratio is smaller than this
 MAX_MS_AS_MICROSECONDS = 0.1
 DEFAULT_SIZE = 1  # size of dynamic axes
-MAX_RANDOM_ELEMENTS = 1 << 28  # limit for each random input; generating so many elements takes 2 GiB
+MAX_RANDOM_ELEMENTS = 1 << 28  # largest number of elements of a random input; generating them takes 2 GiB
 MAX_CHARS_SHOWN = 80  # a message quotes at most this many characters of an argument
 RANDOM_INTEGERS = 2  # random integers are 0 or 1, because they may be indices of a small table
 _SIZE = re.compile("0*[1-9][0-9]{0,9}")
@@ -44,7 +44,7 @@ class Timing:
         second_ms: median time of a run of the second model in milliseconds.
         runs: timed runs per model.
         threads: threads per model; 0 for all cores.
-        spread: half the distance between the quartiles of the runs' ratios, relative to the median ratio.
+        spread: half the interquartile range of the ratios of adjacent runs, divided by the median of these ratios.
 
     >>> str(Timing(4.0, 2.0, 10, 1)), Timing(4.0, 3.9, 10, 1).speed_text
     ('4.00 ms -> 2.00 ms (2.0x faster, 1 thread, 10 runs)', 'equally fast')
@@ -60,7 +60,7 @@ class Timing:
 
     @property
     def ratio(self) -> float:
-        """Ratio of the run times, first to second: above 1, the second model is faster."""
+        """Run time of the first model divided by that of the second; above 1, the second model is faster."""
         return self.first_ms / max(self.second_ms, 1e-9)
 
     @property
@@ -75,7 +75,7 @@ class Timing:
 
     @property
     def is_slower(self) -> bool:
-        """Whether the second model is at least 5 % slower, and by more than the spread of the runs."""
+        """Whether the second model is slower by more than 5 %, and by more than the spread of the runs."""
         return self.ratio * max(SAME_SPEED, 1 + self.spread) < 1
 
     @property
@@ -113,7 +113,7 @@ def time_models(
         second: the second model, usually the quantized one.
         feeds: batches, each a dict of arrays by input name; the runs use them in turn.
         threads: threads per model; 0 uses all cores.
-        repeat: runs per model; None for as many as fit into ``seconds``, between 3 and 50.
+        repeat: runs per model; if None, as many as fit into ``seconds``, but at least 3 and at most 50.
         seconds: approximate time of all runs of both models; ignored if ``repeat`` is given.
         progress: callback f(done, total) with the numbers of runs per model.
 
@@ -140,7 +140,7 @@ def time_models(
 
 
 def _spread(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return half the distance between the quartiles of the ratios of adjacent runs, relative to their median."""
+    """Return half the interquartile range of the ratios of adjacent runs, divided by the median of these ratios."""
     ratios = [a / max(b, 1e-9) for a, b in zip(first, second, strict=True)]
     low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
     return float((high - low) / 2 / max(middle, 1e-9))
@@ -154,7 +154,7 @@ def _run_ms(session: Any, feed: Feed, clock: Callable[[], float]) -> float:  # n
 
 
 def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Parse shapes such as "NAME=1,3,224,224"."""
+    """Parse arguments of --shape, such as "NAME=1,3,224,224"; return a dict from input names to shapes."""
     shapes = {}
     for text in texts:
         name, sign, sizes = text.rpartition("=")
@@ -170,11 +170,12 @@ def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
 def random_inputs(model: ModelSource, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Feed:
     """Return random inputs for a model: normally distributed floats, and integers 0 or 1.
 
-    All calls return the same values.
+    The seed is fixed, so repeated calls return the same values.
 
     Args:
         model: the model.
-        shapes: shapes by input name. An input that is not listed has the model's shape, with size 1 for dynamic axes.
+        shapes: maps input names to shapes. An input that is not listed has the shape that the model declares, with size
+            1 for dynamic axes.
 
     Raises:
         SpecError: a name in ``shapes`` is unknown, or an input has an unknown rank, a non-numeric type or too many
