@@ -1,11 +1,11 @@
 """Advice for a quantized model that is not faster than its float model: slow layers, and options that help.
 
-The profile of ONNX Runtime holds the time of each node. A node belongs to the layer that has its name or its output. If
-a layer runs in float, the DequantizeLinear node of its weight also belongs to it. The slow layers are those with the
-largest difference between both models.
+The profile of ONNX Runtime holds the time of each node. A node belongs to a layer if it has the layer's name or output.
+If a layer runs in float, the DequantizeLinear node of its weight also belongs to the layer. The slow layers are those
+that lose the most time in the quantized model.
 
-An option is advised only if it helps: the model is rewritten as the option would do it, and timed. The options are fast
-storage of weights (``--prefer speed`` or a target for VNNI) and ``--skip``.
+An option is advised only if it helps. To find out, the float model is quantized again with this option, and timed. The
+options are fast storage of weights (``--prefer speed`` or a target for VNNI) and ``--skip``.
 """
 
 import json
@@ -41,21 +41,22 @@ __all__ = ["SpeedAdvice", "advise"]
 PROFILED_RUNS = 5
 MAX_LAYERS_NAMED = 3
 MIN_EXTRA = 0.01  # relative to the float model's time; a layer that loses less time is not named
-MIN_QUANTIZERS = 0.05  # relative to the float model's time
+MIN_QUANTIZERS = 0.05  # relative to the float model's time; quantizers that take less time are not mentioned
 BYTE = 8  # bits
 SKIPPED = "skipped"
 ANY_RANGE = RangeDecision(1.0, 0)  # for tensors that only the tried option quantizes
 NO_OPTION_HELPS = "No option helps: quantizing this model does not pay on this CPU"
 OTHER_RECIPE = "ONNX Runtime has integer kernels for 8-bit weights and activations only: for speed, try --recipe w8a8"
 WEIGHT_ONLY = "Weight-only recipes make files smaller, not faster: for speed, try --recipe w8a8"
-FUSED = ("Add", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh")  # with the convolution before them
+# operators that ONNX Runtime may fuse with the convolution before them
+FUSED = ("Add", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh")
 _KERNEL_TIME = "_kernel_time"
 _RENAMED = re.compile(r"^fused |(_nchwc|/MatMulAddFusion)$")  # what ONNX Runtime adds to names of float nodes
 Measure = Callable[[ModelSource], Timing]
 
 
 class SpeedAdvice(NamedTuple):
-    """Hints for a model that is as fast as its float model, or a warning for a slower one."""
+    """Hints for a model that is as fast as its float model, or a warning for a slower model."""
 
     hints: tuple[str, ...] = ()
     warnings: tuple[QuantizeWarning, ...] = ()
@@ -71,7 +72,7 @@ def advise(
 ) -> SpeedAdvice:
     """Advise on a model that is not faster than its float model.
 
-    The result is empty for OpenVINO, because times in ONNX Runtime say nothing about it.
+    The result is empty for OpenVINO, because times in ONNX Runtime say nothing about times in OpenVINO.
 
     Args:
         source: the float model.
@@ -79,7 +80,7 @@ def advise(
         result: the report of ``qo.quantize``.
         timing: times of both models.
         feeds: batches for the profile.
-        measure: function that times the float model and the model it gets.
+        measure: function that gets a model, and times both the float model and this model.
     """
     if timing.is_faster or result.plan.target.runtime != "onnxruntime":
         return SpeedAdvice()
@@ -136,9 +137,9 @@ class _Trials:
     measure: Measure
 
     def fast_kernels(self, feed: Feed) -> Iterator[_Option]:
-        """Yield a target for VNNI and ``--prefer speed``, if they help.
+        """Yield each of these two options that helps: a target for VNNI, and ``--prefer speed``.
 
-        A target for VNNI stores all weights as int8. So does ``--prefer speed``, with other codes.
+        Both options store all weights as int8, but with different codes.
         """
         plan, decisions = self.result.plan, self.result.decisions
         if decisions is None:
@@ -152,7 +153,7 @@ class _Trials:
             yield from self._tried(PREFER_SPEED, lambda: _replanned(_with_last_layers(plan, feed), fast))
 
     def skipping(self, names: Sequence[str]) -> Iterator[_Option]:
-        """Yield ``--skip`` of the first or of all layers, whichever is faster, if it helps."""
+        """Yield ``--skip`` of the first layer or of all layers in ``names``, whichever is faster, if it helps."""
         plan, decisions = self.result.plan, self.result.decisions
         if decisions is None:
             return
@@ -165,7 +166,7 @@ class _Trials:
         yield from sorted(options, key=lambda option: option.ms / option.float_ms)[:1]
 
     def _tried(self, text: str, decide: Callable[[], Decisions]) -> Iterator[_Option]:
-        """Yield an option if its model is clearly faster than the quantized model."""
+        """Yield an option if the model with this option is clearly faster than the quantized model."""
         try:
             new = self.measure(rewrite(self.source, decide()))
         except DetentError:  # an option that cannot be tried is not advised
@@ -250,7 +251,10 @@ def _layer_times(result: QuantizeReport, quantized: LoadedModel, feeds: Sequence
 
 
 def _labels(plan: GraphPlan) -> dict[str, str]:
-    """Map nodes and tensors to the layer that they belong to: its name, its output, and those of operators after it."""
+    """Return a dict from names of nodes and tensors to the layers that they belong to.
+
+    The keys are the names of layers, their outputs, and the outputs of operators that may be fused with a layer.
+    """
     labels = {name: name for name in plan.layers_by_name}
     for name, layer in plan.layers_by_name.items():
         result = layer.node.output[0]
@@ -264,7 +268,7 @@ def _labels(plan: GraphPlan) -> dict[str, str]:
 
 
 def _weight_labels(model: LoadedModel) -> dict[str, str]:
-    """Map the DequantizeLinear nodes of weights to their layers."""
+    """Return a dict from the names of the weights' DequantizeLinear nodes to the layers of these weights."""
     provenance = Provenance.read(model.proto)
     weights = {} if provenance is None else provenance.weights
     nodes = (node for node in model.proto.graph.node if node.op_type == DEQUANTIZE and node.input[0] in weights)
@@ -272,7 +276,10 @@ def _weight_labels(model: LoadedModel) -> dict[str, str]:
 
 
 def _by_layer(nodes: Sequence[NodeTime], labels: Mapping[str, str]) -> dict[str, float]:
-    """Add up the times of the nodes of each layer, and of other QuantizeLinear and DequantizeLinear nodes as ""."""
+    """Return a dict from each layer to the total time of its nodes.
+
+    The key "" has the total time of all QuantizeLinear and DequantizeLinear nodes that belong to no layer.
+    """
     times: dict[str, float] = defaultdict(float)
     for node in nodes:
         layer = labels.get(node.name, labels.get(_RENAMED.sub("", written_name(node.name))))
@@ -282,7 +289,7 @@ def _by_layer(nodes: Sequence[NodeTime], labels: Mapping[str, str]) -> dict[str,
 
 
 def node_times(models: Sequence[ModelSource], feeds: Sequence[Feed]) -> list[list[NodeTime]]:
-    """Profile models with alternating runs on one thread; returns the nodes of each with their shortest times."""
+    """Profile models in alternating runs on one thread; return the nodes of each model with their shortest times."""
     with tempfile.TemporaryDirectory() as directory:
         prefixes = [fspath(Path(directory, f"profile{i}")) for i in range(len(models))]
         sessions = [
