@@ -106,10 +106,19 @@ def table(
 
 
 def check_version(given: object, version: int, what: str, *, error: type[DetentError] = FileFormatError) -> None:
-    """Raise unless ``given`` is the version that this release reads."""
-    if type(given) is not int or given != version:
+    """Raise unless ``given`` is the version that this release reads.
+
+    >>> check_version(2, 1, "a recipe")
+    Traceback (most recent call last):
+    ...
+    detent.errors.FileFormatError: got version 2 of a recipe, but this release of detent reads version 1: update detent
+    """
+    if type(given) is not int:
+        raise error(f"got version {brief(given)} of {what}, expected version {version}, an integer")
+    if given != version:
+        advice = "update detent" if given > version else "write it again, or use the older release that wrote it"
         raise error(
-            f"got version {brief(given)} of {what}, but this release of detent reads version {version}: update detent"
+            f"got version {brief(given)} of {what}, but this release of detent reads version {version}: {advice}"
         )
 
 

@@ -319,7 +319,8 @@ HUGE = {"dtype": "float32", "shape": [1 << 40], "values": [0.5]}
 BAD_JSON = {
     "not JSON": (lambda d: d.to_json()[:-1], "JSON"),
     "version": (lambda d: json_with(d, version=3), "version"),
-    "rewrite_version": (lambda d: json_with(d, rewrite_version=99), "rewrite_version"),
+    "rewrite_version": (lambda d: json_with(d, rewrite_version=99), "rewrite_version 99.*: update detent, or call"),
+    "old rewrite_version": (lambda d: json_with(d, rewrite_version=1), "rewrite_version 1,.*: call qo.decide again"),
     "unknown key": (lambda d: json_with(d, extra=1), "extra"),
     "missing key": (lambda d: json.dumps({k: v for k, v in json.loads(d.to_json()).items() if k != "data"}), "data"),
     "type": (lambda d: json_with(d, opset="17"), "opset"),

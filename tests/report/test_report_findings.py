@@ -158,7 +158,10 @@ def test_hostile_verification_and_sensitivity(path, value):
         qr.Report.from_json(json.dumps(document))
 
 
-def test_version_1_is_rejected():
-    document = {**json.loads(qr.Report("a", 1, 1).to_json()), "version": 1}
-    with pytest.raises(FileFormatError, match="has version 1, but this detent reads version 4: build the report again"):
+@pytest.mark.parametrize(
+    ("version", "advice"), [(1, "build the report again"), (99, "update detent, or build the report again")]
+)
+def test_other_versions_are_rejected(version, advice):
+    document = {**json.loads(qr.Report("a", 1, 1).to_json()), "version": version}
+    with pytest.raises(FileFormatError, match=f"has version {version}, but this detent reads version 4: {advice}"):
         qr.Report.from_json(json.dumps(document))

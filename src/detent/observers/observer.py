@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from detent import storage
 from detent.checks import as_array, as_integer, first_index, float_array, plain, read_only
-from detent.codec import parse, reading, table
+from detent.codec import check_version, parse, reading, table
 from detent.errors import (
     DtypeError,
     FileFormatError,
@@ -281,12 +281,7 @@ class Observer(ABC):
                 f"got a state with the keys {given!r}, expected {sorted(keys)} for {type(self).__name__}, and "
                 f"{self.array_names} if anything was observed: pass the result of state_dict()"
             )
-        version = plain(state["version"])
-        if type(version) is not int or version != STATE_VERSION:
-            raise StateError(
-                f"got observer state of version {state['version']!r}, but this release of detent reads version "
-                f"{STATE_VERSION}: update detent"
-            )
+        check_version(plain(state["version"]), STATE_VERSION, "an observer state", error=StateError)
         counters = {
             name: as_integer(f"the state's {name}", plain(state[name]), at_least=0, error=StateError)
             for name in self._counters()

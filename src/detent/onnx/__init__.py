@@ -12,6 +12,7 @@ from detent.onnx.decisions import (
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, plan
 from detent.onnx.normal_form import prepare
 from detent.onnx.pipeline import LayerReport, QuantizeReport, decide, quantize
+from detent.onnx.quality_warnings import QuantizeWarning
 from detent.onnx.quantized_graph import insert, rewrite
 from detent.onnx_model.files import load, save
 from detent.onnx_model.quantized_model import QuantizedModel, load_quantized
@@ -25,6 +26,7 @@ __all__ = [
     "LayerPlan",
     "LayerReport",
     "QuantizeReport",
+    "QuantizeWarning",
     "QuantizedModel",
     "QuantizerPlacement",
     "RangeDecision",

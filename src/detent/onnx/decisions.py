@@ -455,9 +455,10 @@ class Decisions(_ComparedByContent):
             ("rewrite_version", self.rewrite_version, REWRITE_VERSION),
         ):
             if value != supported:
+                is_newer = type(value) is int and value > supported
+                advice = "update detent, or call qo.decide again" if is_newer else "call qo.decide again"
                 raise SpecError(
-                    f"decisions: got {name} {value!r}, but this version of detent reads {supported}: call qo.decide "
-                    "again"
+                    f"decisions: got {name} {value!r}, but this version of detent reads {supported}: {advice}"
                 )
         for name, value, allowed in (("opset", self.opset, OPSETS), ("ir_version", self.ir_version, IR_VERSIONS)):
             if type(value) is not int or value not in allowed:

@@ -60,6 +60,10 @@ UNCHANGING = (*MOVING, "Cast", "Identity", "Pad")  # operators that keep the val
 class QuantizeWarning(NamedTuple):
     """A warning about a quantized model.
 
+    Attributes:
+        code: short name of the condition, such as "larger-file"; it does not change between versions.
+        text: what was measured, and what to do.
+
     >>> str(QuantizeWarning("larger-file", "the file is larger than the float file"))
     'the file is larger than the float file'
     """

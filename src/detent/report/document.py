@@ -417,10 +417,9 @@ class Report:
             shown = str(kind)[:MAX_CHARS_SHOWN]
             raise FileFormatError(f"the text is not a detent report: its kind is {shown!r}, expected {KIND!r}")
         if type(version) is not int or version != VERSION:  # without the type check, 4.0 would pass as 4
-            shown = str(version)[:MAX_CHARS_SHOWN]
-            raise FileFormatError(
-                f"the report has version {shown}, but this detent reads version {VERSION}: build the report again"
-            )
+            shown, is_newer = str(version)[:MAX_CHARS_SHOWN], type(version) is int and version > VERSION
+            advice = "update detent, or build the report again" if is_newer else "build the report again"
+            raise FileFormatError(f"the report has version {shown}, but this detent reads version {VERSION}: {advice}")
         try:
             return decode(cls, document, "report", _LEAVES)
         except SpecError as error:
