@@ -6,7 +6,7 @@ a value.
 
 Frozen dataclasses are written field by field, and read according to their type annotations; a ``Leaf`` adds support for
 another type. Arrays are stored exactly. JSON has neither infinities nor NaN, so they are written as "inf", "-inf" and
-"nan". Calls are short texts such as ``name(1, k=2)``.
+"nan". The short texts are calls such as ``name(1, k=2)``.
 """
 
 import json
@@ -63,7 +63,10 @@ def parse(
 
 
 def _counts(text: str) -> tuple[tuple[str, int, int], ...]:
-    """Return upper bounds for the counts of lists and objects, and of values; characters in strings also count."""
+    """Return (name, count, limit) for lists and objects together, and for values.
+
+    A count is an upper bound, because brackets and commas inside strings are also counted.
+    """
     return (
         ("lists and objects", text.count("[") + text.count("{"), CONTAINER_LIMIT),
         ("values", text.count(","), VALUE_LIMIT),
@@ -90,7 +93,10 @@ def table(
     error: type[DetentError] = FileFormatError,
     version: int | None = None,
 ) -> dict[str, Any]:
-    """Return the value as a dict if it has exactly these keys; the key "version" is checked and removed."""
+    """Return the value as a dict, or raise ``error`` if its keys are not exactly ``keys``.
+
+    If ``version`` is given, the value must also have the key "version", which is checked and removed.
+    """
     expected = {*keys} if version is None else {"version", *keys}
     if not isinstance(value, Mapping):
         raise error(f"got {brief(value)} for {what}, expected an object with the keys {', '.join(sorted(expected))}")
@@ -268,7 +274,7 @@ def decode_array(value: object, what: str, *, error: type[DetentError] = FileFor
     dtype, listed = entry["dtype"], entry["values"]
     if not isinstance(dtype, str) or dtype not in _STORED_DTYPES or not isinstance(listed, list):
         raise error(
-            f"got {brief(entry)} for {what}, expected a list of numbers with one of the dtypes "
+            f"got {brief(entry)} for {what}, expected 'values' as a list, and 'dtype' as one of "
             f"{', '.join(sorted(_STORED_DTYPES))}"
         )
     shape = entry["shape"]
@@ -307,7 +313,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def parse_call(what: str, text: str, signatures: Mapping[str, tuple[str, ...]]) -> tuple[str, Settings]:
-    """Parse a call such as ``name(1, k=2)``; ``signatures`` maps each valid name to its settings, in order."""
+    """Parse a call such as ``name(1, k=2)``; ``signatures`` maps each valid name to the names of its settings."""
     match = _CALL.fullmatch(text) if len(text) <= CALL_LIMIT else None
     if match is None or match[1] not in signatures:
         name = text[:CALL_LIMIT].partition("(")[0]
@@ -343,7 +349,10 @@ def _value(text: str) -> Setting:
 
 
 def write_call(name: str, settings: Mapping[str, Setting], defaults: Mapping[str, Setting]) -> str:
-    """Format a call; settings with default values are left out, and settings after a gap are written as keywords."""
+    """Format a call without the settings that have default values.
+
+    Settings after an omitted setting are written as keywords.
+    """
     parts, by_keyword = [], False
     for key, value in settings.items():
         if value == defaults[key]:

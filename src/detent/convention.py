@@ -98,7 +98,7 @@ class Convention:
     zero_range: ZeroRange
     mask: Mask
 
-    if TYPE_CHECKING:  # types of the presets below; if declared at run time, some tools would list presets as fields
+    if TYPE_CHECKING:  # types of the presets below; at run time, some tools would list such annotations as fields
         onnx: ClassVar["Convention"]
         torch: ClassVar["Convention"]
         torch_fused: ClassVar["Convention"]

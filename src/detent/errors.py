@@ -129,8 +129,8 @@ class VerificationError(DetentError, AssertionError):
 
 
 def closest(given: str, names: Iterable[str]) -> str:
-    """Format ``: did you mean 'x'?`` for the closest valid name, or a colon if none is close."""
-    matches = get_close_matches(given[:200], list(names), n=1, cutoff=0.5)  # difflib is slow; no valid name is longer
+    """Format ``: did you mean 'x'?`` for the closest valid name, or ``:`` if no name is close."""
+    matches = get_close_matches(given[:200], list(names), n=1, cutoff=0.5)  # difflib is slow, and names are short
     return f": did you mean {matches[0]!r}?" if matches else ":"
 
 

@@ -1,4 +1,4 @@
-"""Formats: the types of codes, and the value of each code at scale 1. One table, one row per format.
+"""Formats: the types of codes, and the values that codes represent if the scale is 1.
 
 An integer format is a range from ``qmin`` to ``qmax``. Float formats (of at most 8 bits) and codebooks are tables of
 ``levels``. Names follow ml_dtypes (``float8_e4m3fn``). Not included: ``fnuz`` variants and 6-bit floats, which no CPU
@@ -60,7 +60,7 @@ class Format:
 
     @cached_property
     def levels(self) -> tuple[float, ...]:
-        """The value of every code of a float or codebook format at scale 1, ordered by the code's bits.
+        """For float and codebook formats, the value that each code represents at scale 1, ordered by the code's bits.
 
         >>> import detent as dt
         >>> dt.float4_e2m1fn.levels[:8]

@@ -121,10 +121,10 @@ class OutputComparison:
     def __init__(self, names: Sequence[str], where: tuple[str, str] = ("in float", "quantized")) -> None:
         self._names, self._where = list(names), where
         self._powers: dict[str, SignalNoise] = {}
-        self._equal: dict[str, tuple[int, int]] = {}  # equal elements, all elements
+        self._equal: dict[str, tuple[int, int]] = {}  # number of equal elements, number of all elements
         self._skipped: dict[str, list[str]] = {}  # reasons, one per batch
         self._agreeing = self._rows = self.batches = self.samples = 0
-        self._sample_powers: dict[str, list[tuple[Array, Array]]] = {}  # signal and noise of samples, by batch
+        self._sample_powers: dict[str, list[tuple[Array, Array]]] = {}  # one (signal, noise) pair per batch
 
     def add(self, expected: Sequence[Array], got: Sequence[Array], samples: int = 1) -> None:
         """Add a batch of ``samples`` samples: outputs of the first model (``expected``) and of the second (``got``)."""
@@ -160,7 +160,10 @@ class OutputComparison:
         return "" if x.size else "no elements"
 
     def _add_classes(self, x: Array, y: Array) -> None:
-        """Count equal classes in the first output: the largest score of each row, or one label per sample."""
+        """Count the samples for which both models predict the same class; x and y are their first outputs.
+
+        The class is the column of the largest score, or a label.
+        """
         if x.dtype.kind == "f" and x.ndim == 2 and 2 <= x.shape[1] <= MAX_CLASSES:
             x, y = np.argmax(x, axis=1), np.argmax(y, axis=1)
         elif x.dtype.kind == "f" or x.ndim == 0 or x.size != len(x):
@@ -175,7 +178,7 @@ class OutputComparison:
 
     @property
     def equal_shares(self) -> dict[str, float]:
-        """The share of equal elements of each output of integers or booleans."""
+        """For each output of integers or booleans, the share of elements that are equal in both models."""
         return {name: equal / total for name, (equal, total) in self._equal.items()}
 
     @property
@@ -216,7 +219,7 @@ class OutputComparison:
 
     @property
     def not_compared(self) -> dict[str, str]:
-        """Each output that was not compared on some batches, with the first reason."""
+        """A dict that maps each output that was not compared on some batches to the first reason."""
         texts = {}
         for name, reasons in self._skipped.items():
             part = "" if len(reasons) == self.batches else f", on {len(reasons)} of {self.batches} batches"

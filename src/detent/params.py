@@ -268,7 +268,7 @@ class QuantParams:
 
         Args:
             shape: shape of the data. Without it, scales and zero points are counted only for groups and blocks; for
-                other granularities, their share of the size depends on the shape.
+                other granularities, the number of scales per element depends on the shape.
             include_params: whether to count scales and zero points; if False, only codes are counted.
 
         >>> import detent as dt
@@ -284,7 +284,7 @@ class QuantParams:
         return 32.0 / bits
 
     def parameter_bits(self, sets: int | None = None) -> int:
-        """Return the number of bits of ``sets`` parameter sets (default: all) in a file."""
+        """Return how many bits the scales and zero points of ``sets`` sets need in a file; None means all sets."""
         count = self.num_parameter_sets if sets is None else sets
         return parameter_bits(self.spec, count, 8 * self.scale.dtype.itemsize)
 
@@ -296,7 +296,7 @@ class QuantParams:
         return cast("Pair", cache[dtype])
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return a dict of field names and arrays; float8 block scales are returned as their bits in uint8."""
+        """Return a dict that maps field names to arrays; float8 block scales are returned as their bits in uint8."""
         arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "spec"}
         present = {name: value for name, value in arrays.items() if value is not None}
         if self.block_scale is not None:

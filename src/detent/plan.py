@@ -51,9 +51,10 @@ MAX_PLANS = 4096  # size of the cache; a full cache is emptied
 
 @dataclass(frozen=True)
 class PrecisionGuarantee:
-    """Guarantees of a plan: the dtype of its arithmetic, the dtype of its sums, and equal bits in every run.
+    """Guarantees of a plan: the dtypes of its arithmetic and its sums, and which results have equal bits.
 
-    ``bit_stable`` means that the bits are equal on every machine, with any thread count and any memory layout.
+    ``deterministic`` means that every run on one machine gives equal bits. ``bit_stable`` means that the bits are equal
+    on every machine, with any thread count and any memory layout.
 
     >>> Plan.select("quantize", shape=(4,), dtype="float16", spec="int8").precision_guarantee.math
     'float32'
@@ -141,7 +142,7 @@ class Plan:
 
     @property
     def workspace_size(self) -> int:
-        """The bytes of scratch memory that the caller must provide: always 0."""
+        """The number of bytes of scratch memory that the caller must provide: always 0."""
         return 0
 
     @property
@@ -231,7 +232,10 @@ class Plan:
         step: int,
         grad_scale: float | None,
     ) -> Result:
-        """Return the callable's gradient of x; for learned parameters, also the kernel's other two gradients."""
+        """Return the gradient of x that the callable ``ste`` computes.
+
+        For learned parameters, also return the gradients of scale and zero point, which the kernel computes.
+        """
         g, x = inputs
         gx = as_array("the result of ste", ste.function(g, x, params))  # type: ignore[arg-type]  # anything
         if gx.shape != g.shape or gx.dtype != g.dtype:
@@ -244,7 +248,7 @@ class Plan:
 
     @cached_property
     def _accepted_inputs(self) -> Mapping[str, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
-        """The valid (dtype, shape) pairs of each input: first of an unpacked array, then of a packed uint8 buffer."""
+        """A dict that maps each input to its valid (dtype, shape) pairs; codes may also be a packed uint8 buffer."""
         byte: np.dtype[Any] = np.dtype("uint8")
         count = prod(self.shape)
         usual = [(FLOATS[self.dtype], self.shape)]
@@ -287,7 +291,7 @@ class Plan:
     @cached_property
     def _accepted_outputs(self) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
         if "gs" in self._row.outputs:
-            raise OutError(f"got out for {self.operation}, which returns three arrays: call it without out")
+            raise OutError(f"{self.operation} returns three arrays and does not support the argument out: omit it")
         if "codes" not in self._row.outputs:
             return [(FLOATS[self.dtype], self.shape)]
         packed = packed_size(prod(self.shape), self.spec.bits)

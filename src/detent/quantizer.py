@@ -63,7 +63,7 @@ class FakeQuantize:
         ste: straight-through estimator for backward; None means the mask of the spec's convention.
 
     Attributes:
-        enabled: if False, forward returns a copy of x and backward a copy of g, and the state does not change.
+        enabled: if False, forward returns a copy of x, backward returns a copy of g, and the state does not change.
         training: set by ``train()`` and ``eval()``. In evaluation, forward changes the state only in mode PerBatch.
         step: counter for stochastic rounding, incremented by each training forward with stochastic rounding.
         scale_grad: in mode Learned, the gradient of the scale from the last backward.
@@ -422,7 +422,7 @@ class ScaleState:
         return replace(state, observer=observer)
 
     def with_params(self, params: QuantParams, learned: Array | None = None) -> "ScaleState":
-        """Return the state with these parameters; ``learned`` are the zero points before rounding, in mode Learned."""
+        """Return the state with these parameters; in mode Learned, ``learned`` are the zero points before rounding."""
         if isinstance(self.mode, Learned):
             learned = read_only(params.zero_point.astype(np.float32) if learned is None else learned)
         return replace(self, params=params, learned=learned)

@@ -5,13 +5,13 @@ A rule with ``skip=True`` keeps the layer in float, unless a later rule sets a w
 no rule matches are kept in float. A rule that matches no layer is an error (``check_matched``); the message suggests
 similar names.
 
-If no rule sets a mode, the frontends use their defaults: activations have an EMA range (``EMA(0.99)``), and weights the
-min-max range of their current values (``PerBatch``).
+If no rule sets a mode, the frontends use their defaults: activations have an EMA range (``EMA(0.99)``), and weights
+have the min-max range of their current values (``PerBatch``).
 
 Presets are ``w<bits>a<bits>[-g<group>]`` and ``fp8``. Weights are signed and symmetric, per-channel (axis 0) or
 per-group; inputs are unsigned and affine, per-tensor. Presets with ``a16`` are weight-only; below 8 bits their default
-group size is 128. If a preset that is not weight-only has fewer than 8 bits, its first and last layers still have 8
-bits (DoReFa-Net, Zhou et al. 2016).
+group size is 128. All other presets below 8 bits keep the first and the last layer of the model at 8 bits
+(DoReFa-Net, Zhou et al. 2016).
 """
 
 import glob
@@ -59,7 +59,7 @@ _FULL = ("int8/axis0", "uint8/tensor/affine")
 _FP8 = ("float8_e4m3fn/axis0", "float8_e4m3fn/tensor")
 _PresetRow = tuple[str, str, str | None]
 EXCLUDED, NO_RULE = "excluded", "no rule matches"  # why a plan keeps a layer in float
-MAX_NAMES_SHOWN = 3  # suggestions in a message
+MAX_NAMES_SHOWN = 3  # the largest number of suggestions in a message
 MAX_REPR_CHARS = 100  # width of a notebook line; a longer repr has one line per rule
 _WILD = re.compile(r"[*?]|\[.*?\]")
 LayerLike = Layer | tuple[str, Iterable[str]] | tuple[str, Iterable[str], bool, bool]
@@ -422,7 +422,7 @@ def _wider(rule: Rule, layers: list[Layer]) -> str | None:
 
 
 def _meant(given: Iterable[str], existing: Iterable[str]) -> str:
-    """Format ``: did you mean 'a' or 'b'?`` from close matches; without close matches, list what the model has."""
+    """Format ``: did you mean 'a' or 'b'?`` from close matches; without close matches, list some of ``existing``."""
     names = sorted(existing)
     by_lower = {name.lower(): name for name in names}
     close = dict.fromkeys(
@@ -480,7 +480,7 @@ Line = TypeVar("Line", bound=PlanLine)
 
 
 class PlanTotals(Generic[Line]):
-    """Base class of the frontends' plans: a recipe, one line per layer, and totals over all layers."""
+    """Base class of the frontends' plans: a recipe, one entry per layer, and totals over all layers."""
 
     recipe: Recipe
     layers: tuple[Line, ...]
@@ -492,16 +492,16 @@ class PlanTotals(Generic[Line]):
 
     @property
     def nbytes_before(self) -> int:
-        """The bytes of all weights in the plan before quantization."""
+        """The size of all weights in the plan before quantization, in bytes."""
         return sum(layer.nbytes_before for layer in self.layers)
 
     @property
     def nbytes_after(self) -> int:
-        """The bytes of all weights in the plan after quantization, including scales and zero points."""
+        """The size of all weights in the plan after quantization, in bytes; scales and zero points are included."""
         return sum(layer.nbytes_after for layer in self.layers)
 
     def _summary(self, target: str = "") -> str:
-        """Format the totals, the last line of the table."""
+        """Format the totals over all layers, for the last line of a table."""
         recipe = self.recipe
         name = f"recipe {recipe.name!r}" if recipe.name else f"a recipe of {counted(len(recipe.rules), 'rule')}"
         return (

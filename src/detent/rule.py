@@ -1,6 +1,6 @@
 """Rule: specs, scale mode, estimator and observer for some layers of a model. A recipe is a list of rules.
 
-A rule selects layers by full dotted name and type; a field that is None keeps the value of earlier rules. Rules are
+A rule selects layers by full dotted name and type. A field that is None keeps the value of earlier rules. Rules are
 independent of frameworks: a layer is a name, the names of its types, and whether it is the first or the last layer with
 weights.
 
@@ -116,7 +116,10 @@ class ObserverSpec:
         return _CLASSES[self.kind](granularity=granularity, **dict(self.settings))
 
     def params_of(self, x: NDArray[Any], spec: QuantSpec) -> QuantParams:
-        """Compute the parameters of one array, such as a weight; "mse" with norm 2 does not use a histogram."""
+        """Compute the parameters of one array, such as a weight.
+
+        The observer "mse" with norm 2 searches the best scale on the elements of x, instead of on a histogram.
+        """
         if self.kind == "mse" and dict(self.settings)["norm"] == SQUARED and np.isfinite(x).all():
             return best_params(x, spec)
         return self.make(spec.granularity).observe(x).params(spec)
@@ -162,7 +165,7 @@ def _check_bare(observer: Observer) -> None:
         raise SpecError(f"got {observer!r}, which has observed data, expected an observer without data: call reset()")
     if observer.granularity != PerTensor():
         raise SpecError(
-            f"got {observer!r} with a granularity, but in a recipe the spec sets it: leave the granularity out"
+            f"got {observer!r} with a granularity, but in a recipe, the spec sets the granularity: omit it here"
         )
 
 
@@ -174,7 +177,7 @@ def _no_average(value: object) -> SpecError:
 
 
 class Layer(NamedTuple):
-    """A layer as rules match it: name, types, and whether it is the first or last layer with weights."""
+    """Layer as a rule sees it: name, types, and whether it is the first or the last layer with weights."""
 
     name: str
     types: tuple[str, ...]
@@ -190,7 +193,7 @@ class Rule:
         match: a glob over the full dotted name (``*`` also matches dots; case-sensitive). Or ``re:`` followed by a
             regular expression for the whole name. Or ``@first`` or ``@last``, the first or last layer with weights.
         types: names of classes or operations; the rule selects layers of any of these types. Empty means all types.
-        weight: the weight's spec; None keeps that of earlier rules. Its text may have the granularity "channel", as in
+        weight: the weight's spec; None keeps that of earlier rules. In a text, the granularity may be "channel", as in
             "int8/channel": one scale per output channel, whichever axis of the weight that is.
         input: the input's spec; None keeps that of earlier rules.
         output: the output's spec; None keeps that of earlier rules.
@@ -268,7 +271,7 @@ class Rule:
         return not self.types or not set(self.types).isdisjoint(layer.types)
 
     def texts(self) -> dict[str, str]:
-        """Return the settings as short texts by field name; texts of callables and some specs cannot be parsed."""
+        """Return a dict that maps field names to short texts; texts of callables and of some specs cannot be parsed."""
         specs = {name: getattr(self, name) for name in SPECS}
         texts = {name: spec_text(spec) or str(spec) for name, spec in specs.items() if spec is not None}
         if self.mode is not None:
@@ -293,7 +296,7 @@ class Rule:
 def get_weight_spec(value: SpecLike) -> QuantSpec:
     """Return the spec of a weight; in a text, the granularity "channel" means one scale per output channel.
 
-    For "channel", the returned spec has axis 0. The frontends replace it with the layer's output-channel axis.
+    For "channel", the returned spec has axis 0. The frontends replace this axis with the layer's output-channel axis.
 
     >>> get_weight_spec("int4/channel") == get_weight_spec("int4/axis0")
     True
@@ -362,7 +365,7 @@ def estimator_text(estimator: Estimator) -> str:
     if isinstance(estimator, Custom):
         raise SpecError(
             f"the estimator {estimator.function!r} is a callable and cannot be written as text: use one of "
-            f"{', '.join(_ESTIMATORS)}, or set it after loading with dataclasses.replace(rule, ste=...)"
+            f"{', '.join(_ESTIMATORS)}, or leave ste out and call dataclasses.replace(rule, ste=...) after loading"
         )
     return _text(estimator, _ESTIMATORS)
 

@@ -26,7 +26,7 @@ __all__ = ["EMA", "Fixed", "Learned", "PerBatch", "ScaleMode", "get_scale_mode"]
 class ScaleMode:
     """Base class of scale modes.
 
-    Modes are ordered by kind, from PerBatch to Learned, and EMA modes by decay. Comparing a mode with another type
+    Modes are ordered by class, from PerBatch to Learned, and EMA modes by decay. Comparing a mode with another type
     raises a TypeError.
 
     >>> ScaleMode.from_json('{"kind": "EMA", "decay": 0.9}')
@@ -40,7 +40,7 @@ class ScaleMode:
 
     @property
     def _key(self) -> tuple[float, ...]:
-        """The key for sorting: the position of the kind, then the settings."""
+        """The key for sorting: 0 to 3 for the classes PerBatch to Learned, then the fields (EMA: decay)."""
         return (*(place for place, kind in enumerate(_MODES.values()) if isinstance(self, kind)), *astuple(self))
 
     def to_json(self) -> str:

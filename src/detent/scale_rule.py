@@ -159,7 +159,7 @@ def _at_most(xp: Namespace, values: Array, bound: float) -> Array:
 
 
 def _power_of_two(spec: QuantSpec, lo: Float64, hi: Float64) -> NDArray[np.float32]:
-    """Return the OCP MX scales: powers of two that map each largest magnitude to the format's top binade."""
+    """Return the OCP MX scales: powers of two that map the largest magnitude of a set to the top binade."""
     largest = _largest(lo, hi)
     top = int(np.frexp(spec.qmax)[1]) - 1
     exponent = np.clip(np.frexp(largest)[1] - 1 - top, *MX_EXPONENTS)

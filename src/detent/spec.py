@@ -270,7 +270,7 @@ class QuantSpec:
         with reading("not a stored QuantSpec", error=SpecError):
             entries = table(data, "a QuantSpec", names, error=SpecError, version=JSON_VERSION)
             if None in entries.values() or not isinstance(entries["format"], str):
-                raise SpecError(f"got {data!r}, expected the name of a format, and no field that is None")
+                raise SpecError(f"got {data!r}, expected a format name as 'format', and no field with the value None")
             entries["granularity"] = granularity_from_dict(entries["granularity"])
             entries["convention"] = Convention.from_dict(entries["convention"])
             return cls(**entries)
@@ -375,14 +375,14 @@ def code_dtype(spec: QuantSpec) -> np.dtype[Any]:
 
 
 def parameter_bits(spec: QuantSpec, sets: int, float_bits: int = 32) -> int:
-    """Return the total bits of ``sets`` scales, plus zero points (affine specs) and a tensor scale (NVFP4)."""
+    """Return how many bits ``sets`` scales need, plus zero points (affine specs) and a tensor scale (NVFP4)."""
     scale_bits = float_bits if spec.scale_format == "float" else 8
     tensor_bits = 32 if spec.scale_format == "e4m3" else 0
     return sets * (scale_bits + (0 if spec.symmetric else spec.bits)) + tensor_bits
 
 
 def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...], widths: Sequence[int] = ()) -> int:
-    """Return the total bytes of a tensor's codes, scales and zero points.
+    """Return the size of a tensor's codes, scales and zero points in bytes.
 
     ``widths`` are the bit widths that a file format supports for codes, in ascending order. Codes and zero points use
     the first width that is large enough, and zero points are counted even for symmetric specs. Without widths, codes

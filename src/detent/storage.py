@@ -6,9 +6,9 @@ trailing bytes are rejected.
 
 A file is written under a temporary name, ``.<name>.<16 hex digits>``, and then renamed. While writing, the writer holds
 a lock (``flock``) on the temporary file; if the process is killed, the system releases the lock. The next writer of the
-same name removes temporary files without a lock. The first four digits identify the machine, because on network file
-systems the locks of other machines may be invisible. Temporary files of other machines are removed only a day after
-their last change. Systems without ``flock`` remove no temporary files.
+same name removes temporary files that are not locked. The first four digits identify the machine, because on network
+file systems the locks of other machines may be invisible. Temporary files of other machines are removed only a day
+after their last change. Systems without ``flock`` remove no temporary files.
 """
 
 import json
@@ -134,7 +134,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
 
 @cache
 def _system() -> str:
-    """Return four hex digits that identify this machine since its last boot; processes on it see each other's locks."""
+    """Return four hex digits that identify this machine since its last boot. Its processes see each other's locks."""
     try:
         identity = BOOT_ID.read_bytes()
     except OSError:
@@ -225,7 +225,7 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _checked_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
-    """Return a tensor's NumPy dtype, shape, first byte and end, and check that the bytes match the shape."""
+    """Return a tensor's NumPy dtype, shape, begin and end offset; check that the offsets match the shape."""
     label = f"tensor {name[:MAX_CHARS_SHOWN]!r}"
     fields = table(entry, label, ("dtype", "shape", "data_offsets"))
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]

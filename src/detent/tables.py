@@ -29,7 +29,7 @@ HTML_HEIGHT = "32em"  # a longer table in a notebook scrolls
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Format the lines of a table; columns are left-aligned, except the column indices in ``right``."""
+    """Format the lines of a table; columns whose index is in ``right`` are right-aligned, all others left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -41,7 +41,7 @@ def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> li
 
 
 def html_table(rows: Sequence[Sequence[str]], right: Container[int] = (), *, notes: Sequence[str] = ()) -> str:
-    """Format a table for ``_repr_html_``; the first of ``rows`` is the header, ``notes`` are lines below the table.
+    """Format a table for ``_repr_html_``; the first of ``rows`` is the header, and ``notes`` are lines below the table.
 
     All text is escaped, because names come from untrusted files. Styles are inline, and no other file is loaded.
 

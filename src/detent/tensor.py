@@ -175,7 +175,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the stored tensor: packed codes, scales and zero points."""
+        """The size of the stored tensor in bytes: packed codes, scales and zero points."""
         return packed_size(self.size, self.spec.bits) + -(-self._params.parameter_bits() // 8)
 
     def dequantize(self, dtype: DTypeLike | None = None, out: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -195,7 +195,7 @@ class QuantizedTensor:
         """Slice the tensor; a slice may not cut a group or block."""
         slices = complete_slices(index, self._shape)
         params = slice_params(self._params, self._shape, slices)
-        full_index: tuple[slice | EllipsisType, ...] = (*slices, ...)  # with ..., a 0-d result is an array
+        full_index: tuple[slice | EllipsisType, ...] = (*slices, ...)  # the ellipsis makes a 0-d result an array
         codes = self.codes[full_index].copy()
         return type(self).trusted(codes, params, codes.shape, self._dtype)
 
@@ -398,7 +398,7 @@ def slice_params(params: QuantParams, shape: tuple[int, ...], slices: Slices) ->
 
 
 def _tile(axis: int, part: slice, before: Tiling, after: Tiling) -> slice:
-    """Return, for a slice of the data along one axis, the slice of its parameter sets."""
+    """Return the slice of the parameter sets that belongs to ``part``, a slice of the data along ``axis``."""
     block = before.block[axis]
     grouped = before.scale_shape == before.grid
     if after.grid[axis] == 0:

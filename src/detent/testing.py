@@ -1,12 +1,12 @@
 """Helpers for your tests: an assertion about exported files, and arrays that reveal bugs in quantizers.
 
-``assert_same_codes`` verifies an exported file against its model. ``nasty_arrays`` returns inputs by name:
+``assert_same_codes`` verifies an exported file against its model. ``nasty_arrays`` returns named inputs:
 
 ============================ ================================================================================
 arrays                       bugs they reveal
 ============================ ================================================================================
-ties, and one ulp off        wrong rounding, ``x * (1 / s)`` instead of ``x / s``, zero point added too early
-empty, 0-d, one, odd lengths shapes that loops and vectorized code mishandle
+ties, and one ulp from ties  wrong rounding, ``x * (1 / s)`` instead of ``x / s``, zero point added too early
+empty, 0-d, 1 element, odd   shapes that loops and vectorized code mishandle
 NaN, infinities              undefined casts, ranges that never recover
 zeros of both signs          ``-0.0`` with another code than ``0.0``; scales of 0
 subnormal, tiny, huge        scales that underflow, quotients that overflow
@@ -42,7 +42,7 @@ ODD_SHAPE = (3, 7, 5)
 
 
 def nasty_arrays(dtype: DTypeLike = "float32", *, scale: float = 0.1, finite_only: bool = False) -> dict[str, Array]:
-    """Return arrays that reveal bugs in quantizers, as a dict by name (for test ids).
+    """Return a dict that maps names (for test ids) to arrays that reveal bugs in quantizers.
 
     Each call returns new arrays with the same values.
 

@@ -54,7 +54,7 @@ _NONE: Mapping[str, Any] = MappingProxyType(
 
 
 def plain_rules(dtype: str, bits: int = BYTE) -> dict[str, Any]:
-    """Return the rules of an operation that needs no format; a bin of a histogram has ``bits`` mantissa bits."""
+    """Return the rules of an operation that needs no format. In a histogram, a bin has ``bits`` mantissa bits."""
     return {**_NONE, "dtype": DTYPES[dtype], "bits": bits}
 
 
@@ -120,7 +120,10 @@ def _scale_rules(spec: QuantSpec) -> dict[str, Any]:
 
 
 def layout_of(tiling: Tiling) -> tuple[int, int, list[tuple[int, int, int]], int]:
-    """Return the last axis' size and block, other axes as (size, block, stride in sets), and the number of sets."""
+    """Return size and block of the last axis, a list of the axes before it, and the number of parameter sets.
+
+    Adjacent axes are merged first. Each axis in the list is a tuple (size, block, number of parameter sets per step).
+    """
     merged = tiling.merged()
     cols, block = (merged.shape[-1], merged.block[-1]) if merged.shape else (1, 1)
     lead = [
@@ -156,7 +159,7 @@ class _Level:
 
 
 def set_level(name: str) -> None:
-    """Set the instruction set of kernels that are made later. Only for tests: it does not change results."""
+    """Set the instruction set of kernels that are made later. Only tests need it, because results stay equal."""
     _Level.index = list(levels()).index(name)
 
 
@@ -171,10 +174,11 @@ def set_num_threads(count: int) -> None:
 
 
 def join_team(address: int, size: int = 0) -> None:
-    """Run kernels on the threads of an OpenMP runtime; ``address`` is that of its function ``GOMP_parallel``.
+    """Run kernels on the threads of an OpenMP runtime, or again on their own threads.
 
-    ``size`` is the address of the runtime's function ``omp_get_max_threads``, which limits the number of threads; 0
-    means no limit. With ``address`` 0, kernels use their own threads again.
+    ``address`` is the address of the runtime's function ``GOMP_parallel``; 0 means the kernels' own threads. ``size``
+    is the address of the runtime's function ``omp_get_max_threads``, which limits the number of threads; 0 means no
+    limit.
     """
     if _native is not None:
         _native.join_team(address, size)
@@ -197,7 +201,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def _rounds(problem: Problem) -> bool:
-    """Return whether the operation rounds to integer codes; some gradients do not need codes."""
+    """Return whether the operation rounds x to integer codes; dequantization and some gradients do not."""
     if not problem.spec.format.is_integer or problem.operation == "dequantize":
         return False
     if problem.operation in {"fake_quantize_backward", "quantize_backward"}:

@@ -1,4 +1,4 @@
-"""NativeKernel: the C++ kernel for a problem; it has the ``Kernel`` protocol.
+"""NativeKernel: the C++ kernel for a problem, an implementation of the protocol ``Kernel``.
 
 For each method of the extension module's ``Runner``, a method of the same name here allocates the result, packs codes
 and checks for NaN.

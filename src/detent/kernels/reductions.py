@@ -126,10 +126,10 @@ def grid_errors(
 def best_scales(
     x: Array, tiling: Tiling, spec: QuantSpec, bounds: tuple[Array, Array], start: tuple[Array, Array], least: float
 ) -> tuple[Array, Array, Array]:
-    """Return the scale, the zero point and the squared error of each set, searched as ``reference.scale_search`` says.
+    """Return the best scale, its zero point and its squared error for each set; see ``reference.scale_search``.
 
-    ``bounds`` are the smallest and the largest values, ``start`` are the min-max scales and zero points. All have the
-    scale's shape and the compute type of x. No scale is below ``least``.
+    ``bounds`` are the smallest and the largest value of each set. ``start`` are the min-max scale and zero point of
+    each set. All four arrays have the scale's shape and the compute type of x. No scale is below ``least``.
     """
     choice = current_kernels()
     problem = Problem("fake_quantize", tiling, native.dtype_name(x.dtype), spec, None, "propagate")
@@ -141,10 +141,10 @@ def best_scales(
 
 
 def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_factor: Factor = ONE) -> float:
-    """Return the sum of ``x``, ``x^2``, ``(x - y)^2``, ``|x - y|`` or ``x y`` over all elements, in float64.
+    """Return the sum of a term over all elements, in float64.
 
-    Before squaring, x or the error is multiplied by ``factor``. In products, x is multiplied by ``factor``, and y by
-    ``second_factor``.
+    ``term`` selects ``x``, ``x^2``, ``(x - y)^2``, ``|x - y|`` or ``x y``. Before squaring, x or the error is
+    multiplied by ``factor``. In products, x is multiplied by ``factor``, and y by ``second_factor``.
     """
     choice = current_kernels()
     result = None if choice == "reference" else native.error_sum(term, x, y, factor, second_factor)

@@ -54,9 +54,9 @@ class Capabilities:
 
     Attributes:
         level: instruction set of the native kernels; "none" if there are no native kernels.
-        kernels: "native" or "reference" for each operation, with float32 data, int8 codes and the onnx convention.
-        table: for each (operation, dtype, convention), "native", or the reason why the reference kernel is used.
-        limits: the reason for each format, rounding and estimator that has no native kernel.
+        kernels: maps each operation to "native" or "reference", for float32 data, int8 codes and the onnx convention.
+        table: maps each (operation, dtype, convention) to "native", or to the reason for the reference kernel.
+        limits: maps each format, rounding and estimator without a native kernel to the reason.
 
     >>> print(capabilities())  # doctest: +ELLIPSIS
     machine  ...

@@ -1,7 +1,7 @@
 """Settings: the choice of kernels and the number of threads. Neither changes a result.
 
-``use_kernels`` selects kernels in a ``with`` block; outside of such a block, an environment variable selects them.
-detent has no other environment variables:
+``use_kernels`` selects kernels in a ``with`` block; outside of such a block, DETENT_KERNELS selects them. detent has
+two environment variables:
 
 ==================== ===============================================================================================
 DETENT_KERNELS       "auto" (default), "native" or "reference"
@@ -42,7 +42,7 @@ def default_threads() -> int:
         number = int(text) if text.isascii() and text.isdigit() else 0
         if 1 <= number <= MAX_THREADS:
             return number
-        if text and name == "DETENT_NUM_THREADS":  # other values of OMP_NUM_THREADS may be valid for OpenMP
+        if text and name == "DETENT_NUM_THREADS":  # OpenMP may accept other values of OMP_NUM_THREADS
             raise SpecError(f"got {name}={text!r}, expected an integer from 1 to {MAX_THREADS}")
     affinity = getattr(os, "sched_getaffinity", None)
     return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MAX_THREADS)

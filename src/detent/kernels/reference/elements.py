@@ -97,7 +97,7 @@ def unclamped(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> An
 
 
 def in_range(spec: QuantSpec, value: Any, *, exclusive: bool = False) -> Any:
-    """Return a mask of the values in range; values are unclamped codes (integers) or ratios (other formats)."""
+    """Return a mask of the values in range; values are unclamped codes (integer formats) or ratios (other formats)."""
     if exclusive:
         return (value > spec.qmin) & (value < spec.qmax)
     return (value >= spec.qmin) & (value <= spec.qmax)
@@ -145,7 +145,7 @@ def encode(xp: Any, form: Format, t: Any) -> Any:
 
 
 def level_values(xp: Any, form: Format, code: Any, dtype: Any) -> Any:
-    """Return the value at scale 1 of each code of a float or codebook format."""
+    """Return the value that each code represents at scale 1, in a float or codebook format."""
     levels = xp.asarray(_LEVELS.get(form.name) or form.levels, dtype=dtype, device=code.device)
     flat = xp.reshape(xp.astype(code, xp.int64), (-1,))
     return xp.reshape(xp.take(levels, flat, axis=0), code.shape)

@@ -1,6 +1,6 @@
 """Operators: quantize, dequantize, fake-quantize and their gradients (docs/numerics.md, sections 2 to 5).
 
-``scale`` and ``zero_point`` have the tiling's scale shape. Codes of float formats are their bit patterns in uint8.
+``scale`` and ``zero_point`` have the tiling's scale shape. Codes of float formats are bit patterns in uint8.
 ``fill`` is the code that replaces NaN. If it is None, quantize requires data without NaN, and fake_quantize keeps NaN.
 
 Masks select gradients instead of multiplying them, because a gradient may be infinite. The gradient of a NaN in x is 0

@@ -1,21 +1,22 @@
-"""Scale search: the scale and zero point with the least squared error of the quantizer, on the values of each set.
+"""Scale search: for each parameter set, find the scale and zero point with the least squared quantization error.
 
 A candidate is measured with the scale as it is stored: ``error = sum((x - y)^2)``, with the quantized values y in the
 compute type. Position p is the scale ``start * 2^(-p/1024)``, rounded to the scale's dtype. Position 0 is the min-max
 scale.
 
-With the codes of a candidate, the error is a parabola in the scale. Let v be the values of the codes at scale 1::
+If the codes of a candidate are kept, the error is a parabola in the scale. Let v be the values of the codes at scale
+1::
 
     fitted   = sum(x v) / sum(v v)                                 the lowest point of the parabola
-    estimate = error - (s sum(v v) - sum(x v))^2 / sum(v v)        the error there
+    estimate = error - (s sum(v v) - sum(x v))^2 / sum(v v)        the error at this point
 
 A fitted scale counts only if it lies between the smallest allowed scale and the min-max scale; otherwise the estimate
-is the error. The search has four steps:
+is the measured error. The search has four steps:
 
 1. The descent measures every 64th position, for up to 20 octaves. It ends where the clipping error alone exceeds the
    least error, because every smaller scale clips more. An affine spec tries up to 9 zero points per scale, evenly
-   spaced over an interval. The interval spans the min-max zero point, and those that map the largest value to the last
-   code or the smallest value to the first.
+   spaced over an interval. The interval contains three zero points: that of the min-max range, the one that maps the
+   largest value to the last code, and the one that maps the smallest value to the first code.
 2. The first round measures positions at distance 16 and 32 from the 4 lowest estimates. The second round measures at
    distance 4 and 8 from the 4 lowest estimates so far. In sets of more than 128 values, a third round measures at
    distance 1 and 2.
@@ -23,9 +24,9 @@ is the error. The search has four steps:
    halve down to 1.
 4. The fitted scale of the lowest estimate is measured, up to three times: each measurement may give a lower estimate.
 
-The first of equal errors wins. The min-max parameters are the first candidate, so the result is never worse. Scales
-that are powers of two need only step 1, with one position per octave. Every sum has 8 partial sums, which are added up
-by halves: term i belongs to partial sum ``i % 8``.
+The first of equal errors wins. The min-max parameters are the first candidate, so the result is never worse than they.
+Scales that are powers of two need only step 1, with one position per octave. Every sum has 8 partial sums, which are
+added up by halves: term i belongs to partial sum ``i % 8``.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,9 +51,9 @@ Array = NDArray[Any]
 Pair = tuple[Array, Array]
 Float64 = NDArray[np.float64]
 Indices = NDArray[np.intp]
-PER_OCTAVE, OCTAVES, COARSE = 1024, 20, 64  # positions; octaves; positions between candidates of the descent
+PER_OCTAVE, OCTAVES, COARSE = 1024, 20, 64  # positions per octave; octaves; distance of positions in the descent
 CENTERS, ZERO_POINTS, FITS, LANES = 4, 9, 3, 8
-OFFSETS = ((-32, -16, 16, 32), (-8, -4, 4, 8), (-2, -1, 1, 2))  # positions near the lowest estimates, by round
+OFFSETS = ((-32, -16, 16, 32), (-8, -4, 4, 8), (-2, -1, 1, 2))  # per round: distances from the lowest estimates
 FEW_VALUES = 128  # with so few values in a set, the last round rarely changes a code
 BLOCK = 1 << 16  # elements at a time, which bounds the memory; a multiple of LANES
 
@@ -73,10 +74,10 @@ FACTORS = _factors()
 def best_scales(
     x: Array, tiling: Tiling, spec: QuantSpec, bounds: Pair, start: Pair, least: float
 ) -> tuple[Array, Array, Float64]:
-    """Return the scale, the zero point and the squared error of each set.
+    """Return the best scale, its zero point and its squared error for each parameter set.
 
-    ``bounds`` are the smallest and the largest values, ``start`` are the min-max scales and zero points. All have the
-    scale's shape and the compute type of x. No scale is below ``least``.
+    ``bounds`` are the smallest and the largest value of each set. ``start`` are the min-max scale and zero point of
+    each set. All four arrays have the scale's shape and the compute type of x. No scale is below ``least``.
     """
     best_scale, best_zero, errors = start[0].copy(), start[1].copy(), np.zeros(start[0].shape)
     for sets, rows in _rows(x, tiling):
@@ -90,7 +91,7 @@ def best_scales(
 
 
 def _rows(x: Array, tiling: Tiling) -> Iterator[tuple[Indices, Array]]:
-    """Yield sets of equal size: their indices, and their elements in C order, one row per set."""
+    """Yield the indices of some parameter sets of equal size, and their elements as an array with one row per set."""
     numbers = np.broadcast_to(tiling.spread(np.arange(tiling.sets)), tiling.shape).reshape(-1)
     order, sizes, flat = np.argsort(numbers, kind="stable"), np.array(counts(tiling)), x.reshape(-1)
     starts = np.cumsum(sizes) - sizes
@@ -102,7 +103,7 @@ def _rows(x: Array, tiling: Tiling) -> Iterator[tuple[Indices, Array]]:
 
 
 class _Search:
-    """Search of sets of equal size, one per row of x."""
+    """Search for the scales of parameter sets of equal size; a row of x has the elements of one set."""
 
     def __init__(self, spec: QuantSpec, x: Array, bounds: Pair, start: Pair, least: float) -> None:
         self.spec, self.x, self.least = spec, x, least
@@ -110,7 +111,7 @@ class _Search:
         self.low, self.high = float(spec.qmin), float(spec.qmax)
         none, grid = np.full(len(x), np.inf), (len(x), CENTERS)
         self.error, self.scale, self.zero = none, start[0].copy(), start[1].copy()
-        # Of each set, guide has the lowest estimate with its scale, zero point and position; centers has the 4 lowest
+        # For each set, guide has the lowest estimate with its scale, zero point and position; centers has the 4 lowest
         # estimates with their zero points and positions.
         self.guide: tuple[Array, ...] = (none.copy(), start[0].copy(), start[1].copy(), np.zeros(len(x), np.int64))
         self.centers: tuple[Array, ...] = (np.full(grid, np.inf), np.zeros(grid), np.zeros(grid, np.int64))
@@ -149,7 +150,7 @@ class _Search:
             yield part, zero[part]
 
     def _bound(self, sets: Indices, scale: Float64) -> Float64:
-        """Return the error of clipping alone, which no smaller scale can avoid.
+        """Return the error of clipping alone, a lower bound of the error of every smaller scale.
 
         The range of an affine spec includes zero, so its ends are at most ``steps * scale`` from zero.
         """
@@ -187,7 +188,7 @@ class _Search:
             self._take(sets, self._stored(scale), zero, position)
 
     def _consider(self, sets: Indices, scale: Float64, zero: Float64, position: NDArray[np.int64]) -> None:
-        """Measure one candidate per set, and keep those that are new and whose estimates are among the lowest."""
+        """Measure one candidate per set; add it to ``centers`` if it is new and its estimate is among the lowest."""
         estimate = self._take(sets, scale, zero, position)
         estimates, zeros, positions = (each[sets] for each in self.centers)
         repeated = (estimates < np.inf) & (zeros == zero[:, None]) & (positions == position[:, None])
@@ -197,7 +198,7 @@ class _Search:
             center[sets] = np.take_along_axis(np.concatenate((old, new[:, None]), 1), order, axis=1)
 
     def _take(self, sets: Indices, scale: Float64, zero: Float64, position: NDArray[np.int64]) -> Float64:
-        """Measure one candidate per set; return the estimates."""
+        """Measure one candidate per set, update the best parameters and ``guide``, and return the estimates."""
         error, product, power = self._measure(sets, scale, zero)
         fitted, slope = product / power, scale * power - product
         usable = (fitted >= self.least) & (fitted <= self.start[sets])
@@ -212,7 +213,7 @@ class _Search:
         return estimate
 
     def _measure(self, sets: Indices, scale: Float64, zero: Float64) -> list[Float64]:
-        """Return the sums of ``(x - y)^2``, ``x v`` and ``v v``."""
+        """Return the sums of ``(x - y)^2``, ``x v`` and ``v v`` for one candidate per set."""
         s, z = (each.astype(self.x.dtype)[:, None] for each in (scale, zero))
 
         def terms(columns: slice) -> tuple[Float64, ...]:

@@ -76,7 +76,7 @@ def sum_sets(xp: Any, terms: Any, tiling: Tiling) -> Any:
 
 
 def minmax(x: Any, tiling: Tiling, xp: Any = None) -> tuple[Any, Any]:
-    """Return the range of each parameter set's finite elements, (inf, -inf) without such elements; -0.0 becomes 0.0."""
+    """Return the range of each parameter set's finite elements, (inf, -inf) if there are none; -0.0 becomes 0.0."""
     xp = array_namespace(x) if xp is None else xp
     x = xp.astype(x, compute_type(x.dtype, xp))
 
@@ -121,7 +121,11 @@ def power_of_two(exponent: int) -> Factor:
 
 
 def error_sum(term: Term, x: Any, y: Any, factor: Factor = ONE, second_factor: Factor = ONE) -> Any:
-    """Sum a term over all elements; ``factor`` multiplies x or the error, ``second_factor`` multiplies y."""
+    """Return the sum of a term over all elements.
+
+    Before squaring, x or the error is multiplied by ``factor``. In products, x is multiplied by ``factor``, and y by
+    ``second_factor``.
+    """
     xp = array_namespace(x, y)
     a, b = xp.astype(x, xp.float64), xp.astype(y, xp.float64)
     if term == "value":
