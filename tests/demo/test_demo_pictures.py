@@ -55,5 +55,5 @@ def test_a_damaged_file_is_named(monkeypatch):
 
 
 def test_images_without_labels_are_rejected():
-    with pytest.raises(dt.ShapeError, match="got 3 labels and images of shape"):
+    with pytest.raises(dt.ShapeError, match=r"got images of shape .* for 3 labels"):
         Pictures(np.zeros((2, 1, 8, 8), np.float32), np.zeros(3, np.int64))

@@ -18,8 +18,8 @@ __all__ = ["EXAMPLE", "HELP", "run"]
 
 HELP = """Compare two reports or two quantized models, layer by layer.
 
-Two models must come from the same float model. With --data and --source, the outputs of the models are compared as \
-well. The exit code is 0 even if there are differences."""
+Two models must come from the same float model. With --data and --source, the outputs of each model are also \
+compared with the float model. The exit code is 0 even if there are differences."""
 EXAMPLE = "detent compare model.w8a8.onnx model.w4a8.onnx --report diff.html"
 MAX_BATCHES = 8  # batches on which activations and outputs are measured
 REPORT_SUFFIXES = (".html", ".json")

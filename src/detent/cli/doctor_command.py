@@ -113,7 +113,7 @@ def _show_kernels(screen: Screen, caps: Capabilities, *, everything: bool) -> No
         if not everything:
             return
     screen.say()
-    screen.say(str(caps).partition("\n\n")[2])  # the table; the lines above the table are already printed
+    screen.say(str(caps).partition("\n\n")[2])  # only the table, because the lines above it are already printed
 
 
 def _row(name: str, version: str | None) -> tuple[str, str, str]:

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (error.name or "typer").partition(".")[0] not in {"typer", "rich", "click"}:
             raise
         return _leave(f"the detent command needs typer and rich: {install_hint('typer')}", MISSING, as_json=as_json)
-    except KeyboardInterrupt:  # before a command started; commands handle their own interrupts
+    except KeyboardInterrupt:  # an interrupt before a command started; commands handle their own interrupts
         return _leave("interrupted", INTERRUPTED, as_json=as_json)
     except SystemExit as done:
         # Typer itself prints usage errors on stderr, before any command runs.

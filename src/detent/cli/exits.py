@@ -108,9 +108,9 @@ def require(*modules: str) -> None:
 def check_can_write(
     path: str | PathLike[str] | None, *, force: bool, suffixes: tuple[str, ...] = (), is_written: bool = True
 ) -> None:
-    """Reject a path with a wrong suffix, in a missing or read-only directory, or of a file that exists.
+    """Reject a path that has a wrong suffix, is in a missing or read-only directory, or already exists.
 
-    With ``force``, the file may exist. If ``is_written`` is False, the directory may be read-only.
+    If ``force`` is True, the file may exist. If ``is_written`` is False, the directory may be read-only.
     """
     if path is None:
         return
@@ -146,7 +146,7 @@ def check_distinct(written: Mapping[str, Path | None], read: Mapping[str, Path |
 def _is_same(a: Path, b: Path) -> bool:
     if os.path.realpath(a) == os.path.realpath(b):  # not Path.resolve, which raises on circular links
         return True
-    return a.exists() and b.exists() and a.samefile(b)  # for hard links, and file systems that ignore case
+    return a.exists() and b.exists() and a.samefile(b)  # for hard links, and for file systems that ignore case
 
 
 def check_is_file(path: Path) -> None:

@@ -18,11 +18,11 @@ COMMANDS = "Commands"
 MIN_COLUMNS, MAX_COLUMNS = 40, 80
 MAX_LABEL_COLUMNS = 26  # leaves 50 of 80 columns for the text
 
-Sections = Mapping[str, Sequence[tuple[str, str]]]  # rows of label and text, by section title
+Sections = Mapping[str, Sequence[tuple[str, str]]]  # maps section titles to rows of label and text
 
 
 class Parameter(Protocol):
-    """An argument or option: the attributes that it has in all versions of Typer."""
+    """The attributes that an argument or option has in all versions of Typer."""
 
     @property
     def name(self) -> str | None:
@@ -65,7 +65,10 @@ def option_names(parameter: Parameter) -> str:
 
 
 def default_text(parameter: Parameter) -> str:
-    """Return the default of an option as text, or "required". The text is empty for flags and for a default of None."""
+    """Return the default of a parameter as text; "" for flags and for a default of None.
+
+    For an option that must be given, the text is "required".
+    """
     shown = getattr(parameter, "show_default", None)
     if parameter.param_type_name == "option" and parameter.required:
         return "required"

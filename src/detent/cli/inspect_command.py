@@ -39,7 +39,7 @@ class TensorRow:
 
     name: str
     kind: str  # weight, bias, activation, constant or array
-    type: str  # spec of a quantized tensor, or element type
+    type: str  # spec of a quantized tensor, or element type of another tensor
     shape: tuple[int, ...] | None  # None for activations
     nbytes: int
     low: float | None = None

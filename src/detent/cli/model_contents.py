@@ -21,7 +21,7 @@ from detent.tables import counted
 
 __all__ = ["model_contents"]
 
-MAX_OPERATORS_SHOWN = 12  # operator types; they take about two lines
+MAX_OPERATORS_SHOWN = 12  # limit on the number of operator types; their names take about two lines
 MAX_SKIPPED_SHOWN = 8
 
 

@@ -46,7 +46,7 @@ __all__ = ["EXAMPLE", "HELP", "run"]
 
 HELP = """Quantize and evaluate an ONNX model, and list sensitive layers."""
 EXAMPLE = "detent quantize model.onnx --data calibration.npz --report report.html"
-MAX_STEPS_SHOWN = 6  # accuracy steps that are printed; --json has all of them
+MAX_STEPS_SHOWN = 6  # at most this many accuracy steps are printed; --json has all of them
 SUMMARY_COLUMNS = 80
 LARGEST_SEED = (1 << 63) - 1
 
@@ -265,7 +265,7 @@ def _run(
 def _check_data(source: "LoadedModel", split: "Split | None", *, agreement: bool) -> None:
     """Fail early if the data do not fit the model.
 
-    With ``agreement``, also fail if the outputs have no class scores to compare.
+    If ``agreement`` is True, also fail if the first output has neither class scores nor labels.
     """
     from detent.evaluate import check_supports_agreement  # noqa: PLC0415 - already loaded
 

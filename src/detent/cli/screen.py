@@ -21,7 +21,7 @@ from detent.codec import encode
 
 __all__ = ["Screen", "hide_log", "show_log", "visible"]
 
-MIN_NAME_COLUMNS, MIN_TEXT_COLUMNS = 20, 12  # minimum width of wrapped columns: the first, and the others
+MIN_NAME_COLUMNS, MIN_TEXT_COLUMNS = 20, 12  # minimum widths if wrapped: of the first column, and of other columns
 GAP_COLUMNS = 2
 # Control characters C0, DEL and C1, which a terminal would interpret. Line ends are not escaped.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
@@ -101,13 +101,13 @@ class Screen:
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, int, int | None], None]]:
-        """Show a progress bar on terminals for a job with several stages; yield a function of stage, done and total."""
+        """Show a progress bar on terminals for a job with several stages; yield a callback f(stage, done, total)."""
         with self._bar() as step:
             yield step
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[int, int | None], None]]:
-        """Show a progress bar on terminals; yield a function of done and total."""
+        """Show a progress bar on terminals; yield a callback f(done, total)."""
         with self._bar() as step:
             step(label, 0, None)
             yield lambda done, total: step(label, done, total)
@@ -149,7 +149,7 @@ def show_log() -> None:
 
 
 def hide_log() -> None:
-    """Stop printing the log that ``show_log`` started."""
+    """Stop printing the log, as before ``show_log``."""
     logger = logging.getLogger("detent")
     for handler in [each for each in logger.handlers if isinstance(each, _LogHandler)]:
         logger.removeHandler(handler)

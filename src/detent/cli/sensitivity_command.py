@@ -216,7 +216,7 @@ def _write_report(
     options: dict[str, Any],
     command: str,
 ) -> None:
-    """Quantize the model into a temporary file, with the chosen allocation or the recipe, and write a report on it."""
+    """Quantize the model with the chosen allocation or the recipe, write a report, and delete the quantized file."""
     import detent.onnx as qo  # noqa: PLC0415 - already loaded
     from detent import report as qr  # noqa: PLC0415 - loaded only if needed
 

@@ -134,7 +134,7 @@ def run(
 
 
 def _below(report: "VerifyReport", sqnr_db: float | None, agreement: float | None) -> list[str]:
-    """Describe each limit that is not met. A limit is not met if its metric is NaN or missing."""
+    """Return one message for each limit that is not met, including limits on a metric that is NaN or missing."""
     missed, worst_db, measured = [], report.output_sqnr_db, report.agreement
     if sqnr_db is not None:
         if worst_db is None:
@@ -145,7 +145,8 @@ def _below(report: "VerifyReport", sqnr_db: float | None, agreement: float | Non
     if agreement is not None:
         if measured is None:
             missed.append(
-                "--fail-below-agreement needs class scores, which the first output does not have: use --fail-below-sqnr"
+                "--fail-below-agreement needs class scores or labels, but the first output has neither: use "
+                "--fail-below-sqnr"
             )
         elif measured < agreement:
             missed.append(f"the top-1 agreement is {measured:.4g}, below the limit of {agreement:g}")

@@ -39,7 +39,7 @@ class Pictures:
     def __post_init__(self) -> None:
         if self.images.shape != (len(self.labels), 1, SIDE, SIDE):
             raise ShapeError(
-                f"got {len(self.labels)} labels and images of shape {self.images.shape}, expected images of shape "
+                f"got images of shape {self.images.shape} for {len(self.labels)} labels, expected images of shape "
                 f"({len(self.labels)}, 1, {SIDE}, {SIDE})"
             )
 
@@ -86,7 +86,7 @@ def repeatable(seed: int) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
         torch.set_num_threads(1)
-        set_num_threads(1)  # for speed; results do not change
+        set_num_threads(1)  # only for speed: detent's kernels return the same results with any number of threads
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(True)
         # torch.manual_seed would seed all devices, but this fork_rng restores only the CPU
@@ -154,7 +154,7 @@ class TrainingRun:
         return model.eval()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of images, with random contrast and noise, and labels; all networks get the same batches."""
+        """Yield batches of augmented images (random contrast and noise) and labels; equal batches for all networks."""
         numbers = torch.Generator().manual_seed(self.seed)
         images, labels = torch.from_numpy(self.pictures.images), torch.from_numpy(self.pictures.labels)
         for _ in range(self.epochs):
@@ -167,7 +167,7 @@ class TrainingRun:
 
 
 def calibrated(model: nn.Sequential, recipe: Recipe, pictures: Pictures) -> nn.Sequential:
-    """Prepare the model in place, and calibrate it on all images."""
+    """Prepare the model in place, calibrate it on all images, and return it in evaluation mode."""
     qt.prepare(model, recipe)
     with qt.calibrating(model):
         for images in pictures.batches(BATCH):

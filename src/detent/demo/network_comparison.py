@@ -46,9 +46,9 @@ REPORT, CALIBRATION = "demo-report.html", "demo-calibration.npz"
 REPORT_BATCH = 100  # images per batch for the report's metrics
 ABOUT_SQNR = "logits compared with the float network; QAT changes the weights, so compare QAT by accuracy, not by SQNR"
 NO_BREAK_SPACE = "\u00a0"
-CALIBRATION_IMAGES = 256  # images that are written for later use
+CALIBRATION_IMAGES = 256  # number of training images that are written for use after the demo
 FIRST_LEARNING_RATE, LAST_LEARNING_RATE = 3e-3, 1e-3
-VERIFY_BATCH = 100  # images per batch
+VERIFY_BATCH = 100  # images per batch for verification
 REPORTED = "W4 QAT"  # the row whose file is written and whose layers are in the report
 FULLY_VERIFIED = (REPORTED, "W8 QAT")  # the rows that are verified at all levels
 STEPS_AFTER_TRAINING = 3  # steps of the progress bar: export, verify, run
@@ -59,7 +59,7 @@ Logits = NDArray[np.float32]
 
 
 def without_norms(model: nn.Sequential) -> nn.Sequential:
-    """Return a copy in evaluation mode, with batch norms folded into the convolutions before them."""
+    """Return a copy of the model in evaluation mode, with batch norms folded into the convolutions before them."""
     layers: dict[str, nn.Module] = {}
     last = ""
     for name, each in copy.deepcopy(model).eval().named_children():
@@ -141,7 +141,7 @@ def _file_name(label: str) -> str:
 
 @dataclass(frozen=True)
 class Budget:
-    """Training epochs, bit widths, and numbers of images (None for all)."""
+    """Numbers of training epochs, bit widths, and numbers of training and test images (None for all images)."""
 
     epochs: int = 25
     more_epochs: int = 10

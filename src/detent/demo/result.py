@@ -96,13 +96,13 @@ class DemoResult:
 
     Attributes:
         rows: one row per network, float first.
-        verifications: the ``VerifyReport`` of each quantized row, by label.
+        verifications: maps the label of each quantized row to its ``VerifyReport``.
         report_path: path of the HTML report.
         files: paths of all files written, the report first.
         shown: label of the row whose file was written and whose layers are in the report.
         seed: seed of the run.
         quick: whether the run was shortened for tests.
-        facts: texts about network, data and training, by label.
+        facts: maps labels to texts about the network, the data, the training and the seed.
 
     >>> rows = (DemoRow("float", None, 0.99, 0.99, 500, 500, 180_000, 180_000),
     ...         DemoRow("W8 QAT", "w8a8", 0.99, 0.99, 500, 500, 60_000, 180_000, 31.0, 1000, 0))
@@ -125,7 +125,8 @@ class DemoResult:
         quantized = {row.label for row in self.rows if row.recipe is not None}
         if quantized != set(self.verifications) or self.shown not in quantized:
             raise SpecError(
-                f"got verifications of {sorted(self.verifications)}, expected one for each of {sorted(quantized)}"
+                f"got verifications of {sorted(self.verifications)} and shown={self.shown!r}, expected a verification "
+                f"for each quantized row, and one of these rows as shown: {sorted(quantized)}"
             )
 
     def __getitem__(self, label: str) -> DemoRow:

@@ -1,8 +1,8 @@
 """Reports on quantized models, layer by layer, as a single HTML file and as JSON. Import as ``qr``.
 
-``build`` makes the report of a quantized file, ``build_from_evaluation`` the report of an evaluation from
-``detent.evaluate``, and ``compare`` compares two reports. ``import detent.report`` is fast: only ``build`` imports
-ONNX, and only ``to_html`` imports Jinja.
+``build`` makes the report of a quantized file. ``build_from_evaluation`` makes the report of an evaluation from
+``detent.evaluate``. ``compare`` compares two reports. ``import detent.report`` is fast: only ``build`` imports ONNX,
+and only ``to_html`` imports Jinja.
 """
 
 from detent.report.builder import build, build_from_evaluation

@@ -48,7 +48,7 @@ def build(  # noqa: PLR0913 - all optional inputs of a report
         sensitivity: the result of ``qs.measure``; if given, layers are ranked by sensitivity.
         mix: the mixed-precision allocation that ``Sensitivity.choose`` returned.
         title: title of the report; the name of the file by default.
-        facts: further lines for the summary, as texts by label.
+        facts: further lines for the summary; maps labels to texts.
         tables: further tables for the summary.
         command: command line that produced the file.
 
@@ -121,7 +121,7 @@ def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Rep
 
 
 def _warnings(evaluation: "Evaluation") -> dict[str, str]:
-    """Return the warnings as facts; warnings with the same code are one fact."""
+    """Return the warnings as facts; warnings of the same kind, such as "low-sqnr", are one fact."""
     texts: dict[str, str] = {}
     for code, text in evaluation.warnings:
         label = f"Warning: {code}"

@@ -70,7 +70,7 @@ def _quantization(layer: Layer | None) -> tuple[str, ...]:
 def _codes_differ(a: Layer | None, b: Layer | None) -> bool:
     """Return whether the digests of both weights are known and differ.
 
-    Specs may be equal although codes differ, for example if one file stores 4-bit codes in bytes.
+    Specs may be equal although codes differ: in a report, 4-bit codes that are stored in bytes may have an 8-bit spec.
     """
     digests = {"" if layer is None or layer.weight is None else layer.weight.digest for layer in (a, b)}
     return len(digests - {""}) == len((a, b))
@@ -105,7 +105,7 @@ class Comparison:
 
     @property
     def has_common_layers(self) -> bool:
-        """Whether a layer name occurs in both reports; True, too, if one of the reports has no layers."""
+        """Whether a layer name occurs in both reports; also True if one of the reports has no layers."""
         return any(each.a and each.b for each in self.layers) or not (self.a.layers and self.b.layers)
 
     def to_json(self) -> str:

@@ -1,6 +1,6 @@
 """Contents of a report, assembled from the quantized file, the optional inputs and a run over data.
 
-``tensor_stats`` measures weights and activations, ``file_layers`` lists the layers; this module combines them.
+``tensor_stats`` measures weights and activations. ``file_layers`` lists the layers. This module combines their results.
 """
 
 import platform
@@ -52,7 +52,7 @@ from detent.verification.verify_report import VerifyReport
 __all__ = ["BATCHES", "ReportInputs", "measure_report"]
 
 BATCHES = 8  # batches on which activations are measured
-PACKAGES = ("numpy", "onnx", "onnxruntime", "torch")  # a report lists their versions
+PACKAGES = ("numpy", "onnx", "onnxruntime", "torch")  # packages whose versions a report lists
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _kernels(
 
 
 def _reference(inputs: ReportInputs) -> ModelProto | None:
-    """Return the float model to compare with: the model of ``result`` after accuracy passes, otherwise the source."""
+    """Return the float model to compare with: that of ``result``, after accuracy passes; without result, the source."""
     if inputs.result is not None:
         return inputs.result.plan.model
     return None if inputs.source is None else load(inputs.source)
@@ -153,7 +153,7 @@ class _Weights:
         floats = None if reference is None else FloatWeights(Graph(reference))
         specs = {} if result is None else {line.name: line.weight for line in result.plan.layers}
         self.tensors: dict[str, Tensor] = {}
-        self._unchanged: set[str] = set()  # layers whose weight was only rounded
+        self._unchanged: set[str] = set()  # layers whose weight was rounded, and not changed in another way
         for layer in file_layers:
             if layer.weight is None:
                 continue
@@ -165,7 +165,8 @@ class _Weights:
     def comparable(self) -> list[str]:
         """Return the names of the layer outputs that can be compared with the float model.
 
-        Without ``result``, these are the model's outputs, and outputs of layers whose weight was only rounded.
+        With ``result``, these are the outputs of all layers. Without ``result``, these are layer outputs that are also
+        outputs of the model, and outputs of layers whose weight was rounded and not changed in another way.
         """
         return [
             layer.output
@@ -270,7 +271,8 @@ def _noise(sqnr_db: Mapping[str, float | None]) -> dict[str, float]:
 def _sensitivity_noise(sensitivity: Sensitivity, mix: Mix | None, layers: tuple[Layer, ...]) -> dict[str, float]:
     """Return the measured noise of each layer for the candidate that the layer uses.
 
-    That is the candidate chosen in ``mix``, the measured recipe, or the candidate that matches the spec of the weight.
+    With ``mix``, this is the candidate chosen in it. If a recipe was measured, it is the recipe. Otherwise, it is the
+    candidate that matches the spec of the weight.
     """
     specs = {each.name: each.weight.spec for each in layers if each.weight is not None}
     noise = {}
@@ -320,7 +322,7 @@ def _reproduction(model: LoadedModel, artifact: QuantizedGraph, inputs: ReportIn
 
 
 def _recipe(text: str) -> tuple[str, str]:
-    """Return the name and the TOML of a recipe in JSON; if ``text`` cannot be parsed, return "" and ``text``."""
+    """Parse the JSON of a recipe, and return the recipe's name and TOML. If this fails, return "" and ``text``."""
     if not text:
         return "", ""
     try:

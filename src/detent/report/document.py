@@ -271,7 +271,7 @@ def matching_candidate(spec: str, options: Sequence[str]) -> str:
         return ""
     parsed = {option: each for option in options if (each := _parsed(option)) is not None}
     matches = [option for option, each in parsed.items() if _key(each) == _key(layer_spec)]
-    if len(matches) > 1:  # such as a symmetric and an affine candidate
+    if len(matches) > 1:  # for example if a symmetric and an affine candidate were measured
         granularity = layer_spec.granularity
         matches = [option for option in matches if replace(parsed[option], granularity=granularity) == layer_spec]
     return matches[0] if len(matches) == 1 else ""
@@ -285,7 +285,7 @@ def _parsed(text: str) -> QuantSpec | None:
 
 
 def _key(spec: QuantSpec) -> tuple[object, ...]:
-    """Return the format, and the kind and size of the granularity, but not its axis."""
+    """Return the format of a spec, and the kind and size of its granularity, but not the axis."""
     granularity = spec.granularity.to_dict()
     return spec.format.name, granularity["kind"], granularity.get("size"), str(granularity.get("sizes"))
 
@@ -337,7 +337,7 @@ class Report:
         sizes: sizes of the parts of the file.
         noise_share_basis: the tensor whose relative noise is measured: "sensitivity" (model outputs, with one layer
             quantized at a time), "output", "weight" or "input" (of the layer), or "none".
-        output_sqnr_db: SQNR in dB by output name, for outputs of a float type.
+        output_sqnr_db: maps the name of each float output to its SQNR in dB.
         output_sqnr_against: the model that outputs were compared with, as text.
         agreement: top-1 agreement, from 0 to 1.
         batches: number of batches on which activations were measured.

@@ -19,7 +19,7 @@ __all__ = ["FileLayer", "Origin", "find_layers", "kernels_by_layer", "origin_of"
 Origin = Literal["onnx", "torch", "other"]
 
 _PASSING = (*MOVING, "Identity", "MaxPool")  # operators that only move or select values
-SUFFIX = ".weight"  # end of the names of weights in PyTorch
+SUFFIX = ".weight"  # suffix of weight names in PyTorch
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +45,11 @@ class FileLayer:
 
 
 def origin_of(artifact: QuantizedGraph) -> Origin:
-    """Detect whether the file was made from an ONNX model, from a PyTorch module, or by another tool."""
+    """Detect whether detent made the file from an ONNX model or from a PyTorch module, or another tool made it."""
     provenance = artifact.provenance
     if provenance is None:
         return "other"
-    if provenance.data or provenance.source:  # qt.export_onnx writes neither
+    if provenance.data or provenance.source:  # qt.export_onnx does not write these
         return "onnx"
     nodes = {node_name(node) for node in artifact.graph.nodes}
     if not nodes.isdisjoint(provenance.weights.values()):  # qo.quantize records node names, which may be fc.weight
@@ -105,7 +105,7 @@ class _Finder:
         return name
 
     def _table(self, node: NodeProto) -> WeightCodes | None:
-        """Return the codes of the embedding table that a Gather node reads, before or after DequantizeLinear."""
+        """Return the embedding table of a Gather node that reads the table's codes or the dequantized table."""
         if node.op_type != "Gather":
             return None
         return self.by_name.get(node.input[0], self.by_output.get(node.input[0]))
@@ -128,8 +128,8 @@ class _Finder:
 
 
 def kernels_by_layer(artifact: QuantizedGraph, layers: list[FileLayer]) -> dict[str, str]:
-    """Return the operator that runs each layer in ONNX Runtime on this machine."""
+    """Return a dict from each layer's name to the operator that runs the layer in ONNX Runtime on this machine."""
     nodes = {each.weight.name: node_name(each.node) for each in layers if each.weight is not None}
-    # Looked up by node name, because names in the metadata may be missing, or may be names of modules.
+    # Kernels are looked up by node name, because names in the metadata may be missing, or may be names of modules.
     kernels = kernels_of(artifact.model, names=nodes)
     return {each.name: kernels[node_name(each.node)] for each in layers if node_name(each.node) in kernels}

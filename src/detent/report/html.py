@@ -33,7 +33,7 @@ NONE = "\u2013"  # an en dash, for unknown values
 MINUS = "\u2212"
 WIDTH, HEIGHT = 320.0, 96.0  # size of a histogram in SVG units
 CURVE_WIDTH, CURVE_HEIGHT = 640.0, 240.0
-CURVE_POINTS = 256  # limit on the points that are drawn of a curve, approximately
+CURVE_POINTS = 256  # approximate limit on the number of points that are drawn per curve
 MIN_SHARE_SHOWN = 1e-4  # smaller shares are shown as "< 0.01 %"
 Lines = tuple[float | None, float | None]
 
@@ -57,7 +57,7 @@ def db(value: float | None) -> str:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """Format a share in percent, with a narrow space before the sign; small shares are never shown as 0."""
+    """Format a share in percent, with a narrow space before "%"; small shares are never shown as 0."""
     if value is None or not isfinite(value):
         return NONE
     if value == 0:
@@ -105,7 +105,7 @@ class Bars:
 
 
 def bars(tensor: Tensor) -> Bars | None:
-    """Draw a tensor's histogram, with lines at the clipping range; None without a histogram."""
+    """Draw a tensor's histogram, with lines at both ends of the clipping range; None if there is no histogram."""
     histogram = tensor.histogram
     if histogram is None:
         return None
@@ -128,7 +128,7 @@ def bars(tensor: Tensor) -> Bars | None:
 
 
 def _extent(histogram: Histogram, lines: Lines) -> tuple[float, float]:
-    """Return the range of the x axis. It includes clip lines that are at most one histogram width away."""
+    """Return the range of the x axis: the histogram, and clip lines that are at most its width away from it."""
     low, high, width = histogram.low, histogram.high, histogram.high - histogram.low
     near = [line for line in lines if line is not None and low - width <= line <= high + width]
     return min([low, *near]), max([high, *near])
@@ -341,7 +341,7 @@ def _environment() -> "Environment":
 
 
 def _key(value: float | None) -> str:
-    """Return the sort key of a number for the script; unknown values sort last."""
+    """Return the key by which the script of the page sorts a number; unknown values sort last."""
     if value is None or value != value:  # noqa: PLR0124 - only NaN differs from itself
         return ""
     return f"{value:.8g}" if isfinite(value) else ("1e308" if value > 0 else "-1e308")

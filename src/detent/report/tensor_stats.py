@@ -2,7 +2,7 @@
 
 Weights are read from the file. Activations are measured in one pass over some batches. The quantized model runs without
 optimizations, so that each tensor is exactly the input of its quantizer. The float model runs on the same batches.
-Statistics of quantizers use all elements; the comparison of layer outputs uses an evenly spaced subset of each batch.
+Statistics of quantizers use all elements. Layer outputs are compared on evenly spaced elements of each batch.
 
 The range of a histogram is known only after the last batch. Bins are ``[k w, (k + 1) w)`` for integers k and a width w
 that is a power of two. If the data need more bins than available, w doubles and pairs of bins are merged. So no count
@@ -50,7 +50,7 @@ FINE_BINS = 2048  # bins used while counting; they are merged into the few bins 
 FLOAT_NBYTES = 4
 MIN_ROUNDED_SHARE = 0.995  # a weight counts as rounded if at least this share of its elements is rounded or clipped
 ROUNDING_SLACK = 1e-3  # tolerance for a rounded element, relative to the scale
-WIDE_TYPE_RATIO = 4  # if a type has over 4 times the range of the codes, the codes have fewer bits than the type
+WIDE_TYPE_RATIO = 4  # if a type's range is over 4 times that of the codes, the codes have fewer bits
 MAX_OUTPUT_ELEMENTS = 1 << 17  # elements of a layer's output that are compared per batch
 MAX_CODES_COUNTED = 1 << 16  # as many codes as 16-bit formats have
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
@@ -118,7 +118,7 @@ class Distribution:
 
 
 def code_histogram(counts: Array, low: float) -> Histogram | None:
-    """Return a histogram of codes with at most 64 bins; ``low`` is the first code.
+    """Return a histogram of codes with at most 64 bins; ``low`` is the code that ``counts[0]`` counts.
 
     Every bin covers the same number of codes.
     """
@@ -131,7 +131,7 @@ def code_histogram(counts: Array, low: float) -> Histogram | None:
 
 
 class FloatWeights:
-    """Weights of the float model, by the nodes that read them."""
+    """Weights of the float model, found by name and type of the node that reads them."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -145,14 +145,14 @@ class FloatWeights:
 
 
 def is_same_weight(expected: Array, codes: Array, decoded: Array, scale: Array) -> bool:
-    """Return whether the codes are those of the float weight ``expected``: its elements, rounded or clipped.
+    """Return whether the codes are the rounded or clipped elements of the float weight ``expected``.
 
-    They are not if the weight was changed before quantization, such as by equalization, folding or training.
+    The result is False if equalization, folding or training changed the weight before quantization.
     """
     if expected.shape != decoded.shape or not expected.size:
         return False
     is_rounded = np.abs(expected - decoded) <= (0.5 + ROUNDING_SLACK) * scale
-    if codes.dtype.kind in "iu":  # a clipped element has an extreme code, and a larger float value
+    if codes.dtype.kind in "iu":  # a clipped element has an extreme code, and its float value is beyond it
         is_extreme = (codes == codes.min()) | (codes == codes.max())
         is_rounded |= is_extreme & (np.abs(expected) > np.abs(decoded)) & (np.sign(expected) == np.sign(decoded))
     return float(np.mean(is_rounded)) >= MIN_ROUNDED_SHARE
@@ -161,9 +161,9 @@ def is_same_weight(expected: Array, codes: Array, decoded: Array, scale: Array) 
 def measure_weight(
     weight: WeightCodes, expected: Array | None = None, spec: QuantSpec | None = None
 ) -> tuple[Tensor, bool]:
-    """Return the statistics of a weight, and whether its codes are those of the float weight ``expected``.
+    """Return the statistics of a weight, and whether its codes are the rounded elements of ``expected``.
 
-    ``spec`` is the spec from the recipe; None if unknown, because the file records only the type of the codes.
+    ``expected`` is the float weight. ``spec`` is the spec from the recipe, or None if it is unknown.
     """
     codes = weight.codes
     layout = layout_in_file(weight, codes.shape)
@@ -211,7 +211,7 @@ def _count(base: Tensor, codes: Array, zero: Array, weight: WeightCodes, spec: Q
     low, high = int(weight.qparams.low) - shift, int(weight.qparams.high) - shift
     if spec is not None and spec.format.is_integer and spec.qmin <= first - shift and last - shift <= spec.qmax:
         low, high = int(spec.qmin), int(spec.qmax)
-    elif high - low > WIDE_TYPE_RATIO * (last - first):  # codes of few bits, unknown clipping range
+    elif high - low > WIDE_TYPE_RATIO * (last - first):  # few bits; the clipping range is unknown
         histogram = code_histogram(counts, first - shift)
         return replace(base, codes_used=used, codes_available=high - low + 1, histogram=histogram)
     padded = np.pad(counts, (first - shift - low, high - (last - shift)))
@@ -285,7 +285,7 @@ class QuantizerStats:
         self._counts: Array | None = None
 
     def reading(self) -> Reading:
-        """Return the reading of the quantizer's input and codes."""
+        """Return a ``Reading``, which updates the statistics with the quantizer's input and codes of each batch."""
         return Reading((self._x, self._quantizer.codes), self._take)
 
     def _take(self, arrays: Mapping[str, Array]) -> None:
@@ -376,7 +376,7 @@ def _activation_spec_text(quantizer: QuantizeNode) -> str:
 class ActivationStats:
     """Statistics of activations, over all batches."""
 
-    tensors: Mapping[str, Tensor]  # statistics by name of the QuantizeLinear node
+    tensors: Mapping[str, Tensor]  # maps names of QuantizeLinear nodes to statistics
     results: Mapping[str, float]  # SQNR in dB of layer outputs that both models have
     outputs: Mapping[str, float]  # SQNR in dB of the model's outputs
     agreement: float | None
@@ -464,7 +464,7 @@ class _FloatModel:
 
 
 def _subset(values: Array) -> Array:
-    """Return at most ``MAX_OUTPUT_ELEMENTS`` evenly spaced elements.
+    """Return at most ``MAX_OUTPUT_ELEMENTS`` evenly spaced elements of ``values``.
 
     The step is odd, so that in a channels-last tensor it does not always hit the same channels.
     """
