@@ -81,7 +81,8 @@ def _cost(result: dict) -> str:
     return (
         "**QAT cost** of three models, with 1 and 2 threads, compared with float: a training step takes "
         f"{times[OURS]} times as long with EMA scales, and {times[LEARNED]} times as long with learned scales. "
-        f"It keeps {saved} times as many bytes for backward (lower is better). [Table](../benchmarks.md#qat-cost)"
+        f"The memory kept for backward is {saved} times that of float (lower is better). "
+        "[Table](../benchmarks.md#qat-cost)"
     )
 
 
