@@ -1,8 +1,8 @@
 """Layer runners, which quantize the layers of a model one by one, and the measurement of noise at the outputs.
 
-``onnx_bench`` and ``torch_bench`` each implement a ``LayerRunner``; ``measure_all`` loops over layer groups and
-candidates for both. This module also converts bit widths to specs, and counts the bytes of quantized weights. The
-count depends on the storage:
+``onnx_bench`` and ``torch_bench`` each implement a ``LayerRunner``. ``measure_all`` takes either runner, and loops over
+layer groups and candidates. This module also converts bit widths to specs, and counts the bytes of quantized weights.
+The number of bytes depends on the storage:
 
 ===========  ==========================================================================================
 storage      a weight of n elements and s scales at b bits
@@ -51,7 +51,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 Progress = Callable[[int, int], object] | bool | None
 MIN_BITS, MAX_BITS = 1, 16
-MIN_POWER_SHARE = 1e-12  # if less than this share of an output's power is left, no batch of the output was compared
+MIN_POWER_SHARE = 1e-12  # an output is ignored if the compared batches have less than this share of its power
 
 
 def as_widths(widths: Iterable[int | str]) -> dict[str, QuantSpec]:
@@ -65,7 +65,7 @@ def as_widths(widths: Iterable[int | str]) -> dict[str, QuantSpec]:
         if label is None:
             raise SpecError(f"{width!r} in widths has no short text to label it: use a spec such as 'int4/group32'")
         if label in specs:
-            raise SpecError(f"{width!r} is in widths twice: remove one")
+            raise SpecError(f"{width!r} is in widths twice: remove one of the two")
         specs[label] = spec
     if not specs:
         raise SpecError("widths is empty: pass e.g. widths=(3, 4, 6, 8), or None to measure the recipe")
@@ -91,7 +91,7 @@ def as_storage(value: str) -> Storage:
 
 
 def weight_nbytes(spec: QuantSpec, shape: tuple[int, ...], storage: Storage, *, is_matmul: bool) -> int:
-    """Return the bytes of a weight's codes, scales and zero points; "onnx" has 4-bit codes only for matmuls."""
+    """Return the size in bytes of a weight's codes, scales and zero points; "onnx" has 4-bit codes only for matmuls."""
     return stored_nbytes(spec, shape, onnx_widths(is_matmul=is_matmul) if storage == "onnx" else ())
 
 
@@ -103,7 +103,7 @@ class LayerGroup:
     type: str  # type of the first layer
     elements: int  # number of weight elements
     nbytes_float: int
-    nbytes: Mapping[str, int]  # bytes of the quantized weight, by candidate
+    nbytes: Mapping[str, int]  # maps candidates to the size of the quantized weight in bytes
 
 
 class LayerRunner(Protocol):
@@ -123,9 +123,9 @@ class LayerRunner(Protocol):
         """Yield all pairs of a group and a candidate that the group supports, in the cheapest order."""
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """Yield the outputs of float type with some groups quantized.
+        """Yield the outputs of float type, batch by batch, with some groups quantized.
 
-        ``options`` has the candidates of these groups, by the name of a group's first layer.
+        ``options`` maps the name of the first layer of each of these groups to the group's candidate.
         """
 
 
@@ -159,8 +159,8 @@ class OutputNoise:
     def noise(self, outputs: Iterable[Sequence[Array]]) -> float:
         """Return noise power / signal power, as the mean over all outputs that are not all zero.
 
-        An output is left out for a batch if its shape differs, as it may after NonMaxSuppression. If the shapes of all
-        outputs differ in all batches, the result is 1, as if the noise were as large as the signal.
+        An output is left out for a batch if its shape differs from that in float, as it may after NonMaxSuppression. If
+        all outputs are left out for all batches, the result is 1, as if the noise were as large as the signal.
         """
         noise, powers = np.zeros(len(self._names)), self._powers.copy()
         for old, new in zip(self._reference, outputs, strict=True):
@@ -184,7 +184,10 @@ def _power(values: Array) -> float:
 
 
 def _parallel_map(call: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
-    """Yield the results of calls in the order of the items; an interrupt cancels calls that have not started."""
+    """Call ``call`` on all items in parallel, and yield the results in the order of the items.
+
+    An interrupt cancels calls that have not started.
+    """
     if workers == 1:
         yield from map(call, items)
         return

@@ -32,7 +32,7 @@ Corners = tuple[Integers, Floats]  # corners of the LP relaxation: bytes, and th
 
 @dataclass(frozen=True)
 class _Front:
-    """The candidates of a layer that are not dominated, by increasing bytes."""
+    """The candidates of a layer that are not dominated, sorted by bytes, smallest first."""
 
     nbytes: Integers
     noise: Floats
@@ -51,15 +51,15 @@ class _Step:
 
 
 def smallest_total(layers: Sequence[Sequence[Option]]) -> int:
-    """Return the bytes of the smallest choice: the sum of each layer's smallest candidate."""
+    """Return the size of the smallest choice in bytes: the sum over each layer's smallest candidate."""
     return sum(min(nbytes for nbytes, _ in options) for options in layers)
 
 
 def best_choice(layers: Sequence[Sequence[Option]], budget: int) -> list[int] | None:
     """Return the choice with the least noise that fits the budget, as one candidate index per layer.
 
-    If several choices have the same noise, the smallest is returned. If even the smallest candidates do not fit, the
-    result is None.
+    If several choices have the same noise, the smallest of them is returned. If even the smallest candidates do not
+    fit, the result is None.
 
     >>> best_choice([[(4, 0.5), (8, 0.1)], [(4, 0.3), (8, 0.2)]], 12)
     [1, 0]
@@ -71,7 +71,7 @@ def best_choice(layers: Sequence[Sequence[Option]], budget: int) -> list[int] | 
     greedy = _relaxed_choice(fronts, budget)
     limit = sum(float(front.noise[at]) for front, at in zip(fronts, greedy, strict=True))
     nbytes, noise = np.zeros(1, np.int64), np.zeros(1)
-    trail: list[tuple[Integers, Integers]] = []  # of each partial choice: the choice it extends, and its last candidate
+    trail: list[tuple[Integers, Integers]] = []  # each partial choice: index of the choice it extends, last candidate
     for front, corners in zip(fronts, _bounds(fronts), strict=True):
         next_nbytes = (nbytes[:, None] + front.nbytes[None]).ravel()
         next_noise = (noise[:, None] + front.noise[None]).ravel()

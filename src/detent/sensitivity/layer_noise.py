@@ -1,7 +1,8 @@
 """Results of sensitivity measurements, and the mixed-precision allocations chosen from them.
 
-``LayerNoise`` is the result for one layer, ``Sensitivity`` for all layers. ``Mix`` is a mixed-precision allocation: one
-candidate per layer, with the predicted and the measured SQNR. ``Cost`` is the estimated cost of a measurement.
+``LayerNoise`` is the result for one layer, and ``Sensitivity`` is the result for all layers. ``Mix`` is a
+mixed-precision allocation: one candidate per layer, with the predicted and the measured SQNR. ``Cost`` is the estimated
+cost of a measurement.
 
 A candidate is a way to quantize a layer, labeled by a spec ("int4/axis0") or by the name of the measured recipe. The
 noise of a candidate is the power of the error at the model's outputs, divided by the power of the outputs:
@@ -34,7 +35,7 @@ __all__ = ["FLOAT", "OVERFLOW_NOISE", "STORAGES", "Cost", "LayerNoise", "Mix", "
 Storage = Literal["onnx", "packed"]
 STORAGES = ("onnx", "packed")
 FLOAT = "float"  # the candidate of a layer that is kept in float
-OVERFLOW_NOISE = 1e30  # stands for the noise of outputs that overflow; JSON has no infinity
+OVERFLOW_NOISE = 1e30  # replaces infinite noise of outputs that overflow, because JSON has no infinity
 BYTES_LIMIT = 1 << 62  # so that sums of bytes fit in 64-bit integers
 VERSION = 1
 OPTIONS_LIMIT = 64  # maximum number of candidates in a file; the list is searched for each layer
@@ -51,9 +52,9 @@ class LayerNoise:
     Attributes:
         elements: number of weight elements.
         nbytes_float: size of the weights in float, in bytes.
-        noise: noise at the model's outputs with only this layer quantized, relative to the power of the outputs, by
-            candidate.
-        nbytes: size of the quantized weights in bytes, by candidate.
+        noise: maps each candidate to the noise at the model's outputs with only this layer quantized. The noise is
+            relative to the power of the outputs.
+        nbytes: maps each candidate to the size of the quantized weights in bytes.
         tied: other layers that share this layer's weight and are quantized together with it.
 
     Raises:
@@ -159,7 +160,7 @@ class Mix:
 
     Attributes:
         layers: the layers that were measured.
-        options: the candidate of each layer, by layer name; "float" keeps the layer in float.
+        options: maps the name of each layer to its candidate; "float" keeps the layer in float.
         recipe: the allocation as a recipe for ``qo.quantize`` and ``qt.prepare``, with one rule per quantized layer.
         samples: number of samples on which ``qs.run_mix`` measures the SQNR.
         target: target for which ``qs.run_mix`` quantizes.
@@ -267,7 +268,7 @@ class Sensitivity:
     ``str`` returns a table with the most sensitive layers first.
 
     Invariants: layer names, including those of tied layers, are unique. Every candidate of a layer is in ``options``.
-    The sum of each layer's largest size, float included, is at most 2**62 bytes.
+    With the largest candidate or float for each layer, all weights take at most 2**62 bytes.
 
     Attributes:
         layers: the layers in the order of the model.
@@ -396,7 +397,7 @@ assuming that their noise adds.
         return tuple((nbytes, sqnr_of(noise)) for nbytes, noise in hull_choices(sizes))
 
     def mixed(self, options: Mapping[str, str], name: str = "mix") -> Mix:
-        """Return the allocation in ``options``, which has a candidate for each layer name.
+        """Return the allocation in ``options``, which maps each layer name to a candidate.
 
         Raises:
             SpecError: a layer is missing, unknown, or was not measured with its candidate.

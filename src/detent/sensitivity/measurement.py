@@ -213,7 +213,7 @@ def refine(
 
     Args:
         model: the model that was measured.
-        data: the data that the model was measured with.
+        data: the data on which the model was measured.
         sensitivity: the result of ``measure``.
         budget_nbytes: maximum total size of the measured weights, in bytes.
         runs: maximum number of runs of the model over all samples; at least the number of allocations that the search

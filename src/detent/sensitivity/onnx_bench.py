@@ -72,7 +72,7 @@ class OnnxLayerRunner:
         weights = {group.names[0]: group.names for group in self.groups}
         # Parallel runs get one thread each; sequential runs get all threads.
         self.workers, threads = (min(get_num_threads(), MAX_WORKERS), 1) if parallel else (1, 0)
-        any_target = get_target("onnxruntime")  # any target works: the codes are the same for all
+        any_target = get_target("onnxruntime")  # any target works, because the codes are the same for all targets
         self._model = SwitchableModel(model, weights, switches, any_target, threads)
         self._params: dict[tuple[str, QuantSpec], QuantParams] = {}
 
@@ -97,7 +97,7 @@ class OnnxLayerRunner:
         return (self._model.run(self.names, feed, weights, flags) for feed in self._feeds)
 
     def _fake_quantized(self, label: str, spec: QuantSpec) -> Array:
-        """Fake-quantize a weight; its params are cached, because a search uses them again."""
+        """Fake-quantize a weight; its params are cached, because a search quantizes a weight many times."""
         weight, key = self._model.weights[label], (label, spec)
         if key not in self._params:
             self._params[key] = self._weight_params.get(label) or weight_params(weight, spec)
@@ -214,7 +214,7 @@ def _rule_per_layer(quantized: Iterable[LayerPlan | LayerDecision], name: str) -
 
 
 def _calibrated(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> Calibration | None:
-    """Calibrate if the plan quantizes activations, else return None; rules without an observer get min-max ranges."""
+    """Return a calibration if the plan quantizes activations, else None; the default observer is "minmax"."""
     return calibrate(graph_plan, feeds, observer="minmax") if graph_plan.placements() else None
 
 
@@ -233,7 +233,7 @@ def _input_params(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> dict[str, Qua
 
 
 def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: int, target: Target | str) -> float:
-    """Insert the Q/DQ pairs of a recipe into a model, run it, and return the noise at the outputs."""
+    """Insert the Q/DQ pairs of a recipe into a model, run the model, and return the noise at the outputs."""
     original = load(source)
     feeds, _ = open_batches(data, inputs_of(original)).first_samples(samples)
     graph_plan = plan(prepare(original, low_bits=True, feed=feeds[0]), recipe, target=target)

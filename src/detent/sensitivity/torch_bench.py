@@ -1,7 +1,7 @@
 """Layer runner for PyTorch modules.
 
 It copies the model, calls ``qt.prepare`` on the copy once per candidate, and enables one layer's quantizers at a time.
-It measures the model as QAT would start: batch norms are folded, and weights are fake-quantized with min-max scales.
+The copy is in the state in which QAT would start: batch norms are folded, and weights have min-max scales.
 """
 
 import copy
@@ -139,7 +139,7 @@ class TorchLayerRunner:
             yield _floats(_run(self._model, call))
 
     def _prepare(self, option: str | None) -> list[FakeQuantize]:
-        """Prepare the copy for a candidate, and return its quantizers; if ``option`` is None, make the copy float."""
+        """Prepare the copy for the candidate ``option``, and return its quantizers; None makes it a float model."""
         if self._prepared is not None and self._prepared[0] == option:
             return self._prepared[1]
         if self._prepared is not None:
@@ -260,7 +260,7 @@ def _quantized(model: nn.Module, recipe: Recipe, calls: Sequence[Arguments]) -> 
 
 
 def run_recipe(model: nn.Module, data: object, recipe: Recipe, samples: int) -> float:
-    """Prepare a copy of a module with a recipe, run it, and return the noise at the outputs."""
+    """Prepare a copy of a module with a recipe, run the copy, and return the noise at the outputs."""
     copied = _copied(model)
     calls, _ = first_samples(data, samples)
     floats = [_floats(_run(copied, call)) for call in calls]
