@@ -257,7 +257,7 @@ def _(model):
     model.graph.node[2].attribute[0].g.node[0].input[0] = "p"
 
 
-@changed("two writers", "two nodes write 'u'", "Gelu")
+@changed("two writers", "two nodes write tensor 'u'", "Gelu")
 def _(model):
     model.graph.node[0].output[0] = "u"
 
@@ -350,10 +350,10 @@ EXTERNAL_DATA = {
     "data that are the directory": (external("."), "in the model's directory"),
     "data with a zero in the name": (external("w.data\0"), "in the model's directory"),
     "data with a long name": (external("w" * 100_000), "cannot be read"),
-    "data truncated": (external(content=431), "up to byte 432", "has 431"),
-    "offset beyond the file": (external(offset=1 << 40), "up to byte", "has 432"),
+    "data truncated": (external(content=431), "up to byte 432", "has only 431"),
+    "offset beyond the file": (external(offset=1 << 40), "up to byte", "has only 432"),
     "length beyond the file": (external(length=1 << 40), "needs 432 bytes", str(1 << 40)),
-    "length too short": (external(length=4), "needs 432 bytes", "has 4 at"),
+    "length too short": (external(length=4), "needs 432 bytes", "has 4 bytes"),
     "negative offset": (external(offset=-4), "offset '-4'"),
     "negative length": (external(length=-432), "length '-432'"),
     "offset that is not a number": (external(offset="many"), "offset 'many'"),
@@ -398,7 +398,7 @@ def _(directory):
     return external(content=None)(directory)
 
 
-@case("data that are a pipe", "not a regular file")
+@case("data that are a pipe", "expected a regular file")
 def _(directory):
     os.mkfifo(directory / "w.data")
     return external(content=None)(directory)

@@ -4,15 +4,16 @@
 data                batches
 =================== ===========================================================================================
 an iterable         dicts of arrays by input name, tuples of arrays in input order, or single arrays
-an .npz, an .npy    one array per input, with samples along the first axis; the arrays are cut into batches
+an .npz, an .npy    one array per input, with samples along the first axis; each array is cut into batches
 a directory of .npz one file per batch, in the order of the file names
 a directory of .npy one file per batch, for a model with one input
 =================== ===========================================================================================
 
-Arrays with the default names of ``numpy.savez`` (arr_0, arr_1, ...) belong to the inputs in order.
+If arrays have the default names of ``numpy.savez`` (arr_0, arr_1, ...), arr_0 is the model's first input, and so on.
 
 Files are untrusted: the sizes in headers are compared with the size of the file before memory is allocated, and nothing
-is unpickled or evaluated. Arrays are read slice by slice along their first axis; a subset reads only its own slices.
+is unpickled or evaluated. Arrays are read slice by slice along their first axis. ``Batches.subset`` reads only the
+slices of the chosen batches.
 """
 
 import hashlib
@@ -53,10 +54,10 @@ Batch = Mapping[str, Any] | Sequence[Any] | Any
 BatchSource = Iterable[Batch] | str | PathLike[str]
 
 MAGIC = b"\x93NUMPY"
-LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # size of a header's length field, by major version
+LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # maps the major version of the .npy format to the bytes of the length field
 HEADER_LIMIT = 10_000  # bytes; numpy.load has the same limit
 RANK_LIMIT = 32
-MAX_CHARS_SHOWN = 200  # characters of a name in a message
+MAX_CHARS_SHOWN = 200  # longer names are cut in messages
 RATIO_LIMIT = 1000  # a larger compression ratio is taken for a zip bomb
 ALWAYS_UNPACKED = 1 << 20  # bytes; members up to this size are unpacked at any ratio
 ENCRYPTED = 1  # flag bit of a zip member
@@ -77,7 +78,7 @@ class _ArrayHeader:
 
 
 class ArrayFile:
-    """An .npy or .npz file; ``headers`` holds the checked headers by array name.
+    """An .npy or .npz file; ``headers`` maps the name of each array to its checked header.
 
     The array of an .npy file has the name "".
     """
@@ -91,7 +92,7 @@ class ArrayFile:
 
     @contextmanager
     def _open(self) -> Iterator[dict[str, tuple[_ArrayHeader, IO[bytes]]]]:
-        """Open the file; yields, by array name, the header and a stream positioned at the first element."""
+        """Open the file; yield a dict from array names to the header and a stream at the array's first element."""
         with ExitStack() as stack:
             try:
                 yield {name: (_read_header(name, size, file), file) for name, size, file in self._streams(stack)}
@@ -112,19 +113,20 @@ class ArrayFile:
             yield member.filename.removesuffix(".npy"), member.file_size, stack.enter_context(archive.open(member))
 
     def read(self) -> dict[str, Array]:
-        """Read all arrays, by name."""
+        """Read all arrays; return a dict from names to arrays."""
         with self._open() as parts:
             return {name: _read(file, header, header.shape) for name, (header, file) in parts.items()}
 
     def slices(self, step: int, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Array]]:
-        """Yield slices of ``step`` elements along the first axis of all arrays; the last slice may be shorter.
+        """Yield dicts from names to slices: each array is cut along its first axis, every ``step`` elements.
 
-        ``numbers`` are the indices of the slices to read, in ascending order; None reads all slices.
+        The last slice may be shorter. ``numbers`` are the indices of the slices to read, in ascending order; None reads
+        all slices.
         """
         with self._open() as parts:
             if {name: header for name, (header, _) in parts.items()} != self.headers:
                 raise FileFormatError(
-                    "the file changed after it was opened: read it again, and do not write it meanwhile"
+                    "the file was changed after it was opened: read it again, and do not change it until it is read"
                 )
             fortran = {name: _read(file, head, head.shape) for name, (head, file) in parts.items() if head.is_fortran}
             starts = {name: file.tell() for name, (_, file) in parts.items()}
@@ -145,23 +147,23 @@ class ArrayFile:
 def _check_members(members: list[ZipInfo], size: int) -> None:
     names = [member.filename for member in members]
     if len({*names}) != len(names):
-        raise FileFormatError("two members have the same name: write the file again with numpy.savez")
+        raise FileFormatError("two arrays in the file have the same name: write the file again with numpy.savez")
     if sum(member.compress_size for member in members) > size:
         raise FileFormatError(
-            f"the members claim more bytes than the {size} of the file: write the file again with numpy.savez"
+            f"the file has {size} bytes, fewer than its zip directory claims: write the file again with numpy.savez"
         )
     for member in members:
         name = repr(member.filename[:MAX_CHARS_SHOWN])
         if not member.filename.endswith(".npy"):
-            raise FileFormatError(f"member {name} is not an .npy array: expected a file written by numpy.savez")
+            raise FileFormatError(f"zip member {name} is not an .npy array: write the file again with numpy.savez")
         if member.flag_bits & ENCRYPTED or member.compress_type not in {ZIP_STORED, ZIP_DEFLATED}:
             raise FileFormatError(
-                f"member {name} is encrypted, or compressed in a way that NumPy cannot read: write it with numpy.savez"
+                f"zip member {name} is encrypted, or NumPy cannot unpack it: write the file again with numpy.savez"
             )
         if member.file_size > max(ALWAYS_UNPACKED, RATIO_LIMIT * member.compress_size):
             raise FileFormatError(
-                f"member {name} claims to unpack from {member.compress_size} to {member.file_size} bytes, which is "
-                f"more than {RATIO_LIMIT} times as many: store it uncompressed, with numpy.savez"
+                f"zip member {name} has {member.compress_size} bytes, but {member.file_size} when unpacked, more than "
+                f"{RATIO_LIMIT} times as many: write the file without compression, with numpy.savez"
             )
 
 
@@ -189,13 +191,16 @@ def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
         kind = np.dtype("?" if dtype[2] == "b" else "".join(dtype.groups()))
     except TypeError as error:
         raise FileFormatError(
-            f"{what} has the unknown type {''.join(dtype.groups())!r}, expected one such as '<f4': save the array "
+            f"{what} has the unknown type {''.join(dtype.groups())!r}, expected a type such as '<f4': save the array "
             "again with numpy.save"
         ) from error
     sizes = tuple(int(part) for part in shape[1].split(",") if part.strip())
     nbytes, stored = prod(sizes) * kind.itemsize, size - len(start) - width - length
     if len(sizes) > RANK_LIMIT or nbytes != stored:
-        raise FileFormatError(f"{what} of type {kind} and shape {sizes} needs {nbytes} bytes, but has {stored}")
+        raise FileFormatError(
+            f"{what} of type {kind} and shape {sizes} needs {nbytes} bytes, but the file holds {stored}: "
+            "save the array again with numpy.save"
+        )
     return _ArrayHeader(kind, sizes, order[1] == "True")
 
 
@@ -220,7 +225,7 @@ class InputInfo:
 
     name: str
     dtype: np.dtype[Any]
-    shape: tuple[int | None, ...] | None  # None for a size that varies; None as a whole if unknown
+    shape: tuple[int | None, ...] | None  # sizes that vary are None; an unknown shape is None
 
     def check(self, dtype: np.dtype[Any], shape: tuple[int, ...], where: str) -> None:
         """Raise DtypeError or ShapeError if an array does not fit this input; messages begin with ``where``."""
@@ -278,8 +283,8 @@ def samples_in(feed: Mapping[str, Array]) -> int:
 class Batches:
     """Batches of a model's inputs, each checked when it is read; made by ``open_batches``.
 
-    ``count`` is the number of batches, None if the source has no length. Messages begin with ``name`` and the index of
-    the batch. ``numbers`` are the indices of the batches to use, in ascending order; None uses all batches.
+    ``count`` is the number of batches, None if the source has no length. Error messages begin with ``name`` and the
+    index of the batch. ``numbers`` are the indices of the batches to use, in ascending order; None uses all batches.
     """
 
     def __init__(
@@ -303,9 +308,9 @@ class Batches:
         self._progress: Callable[[int, int | None], None] | None = None
 
     def subset(self, numbers: Sequence[int]) -> "Batches":
-        """Return the batches with these indices, in ascending order.
+        """Return the batches with the indices ``numbers``, which must be in ascending order.
 
-        Other batches are not read if the source allows access by index.
+        Batches with other indices are not read if the source allows access by index.
         """
         if not self.is_repeatable:
             raise SpecError("cannot choose batches of an iterator: pass data as a list, a file or a directory")
@@ -319,9 +324,10 @@ class Batches:
         return self.subset(range(min(count, self.count)))
 
     def first_samples(self, count: int) -> tuple[list[Feed], int]:
-        """Return batches with the first ``count`` samples along the first axis, and the number of samples in them.
+        """Return batches that hold the first ``count`` samples, and the number of samples in these batches.
 
-        The last batch is cut if all inputs have the same number of samples and the model accepts any batch size.
+        The last batch is cut to ``count`` samples in all if its inputs have equally many samples and the model accepts
+        any batch size. Otherwise, all samples of the last batch are returned.
         """
         feeds, total = list[Feed](), 0
         for feed in self:
@@ -334,9 +340,9 @@ class Batches:
         return feeds, total
 
     def counted(self, progress: Callable[[int, int | None], None]) -> "Batches":
-        """Return these batches with a callback: each pass calls ``progress(batches done, total)``."""
+        """Return a copy that calls ``progress(batches done, total)`` after each batch; an unknown total is None."""
         counted = copy(self)
-        counted._progress, self._begun = progress, None  # the copy continues a pass that has already begun
+        counted._progress, self._begun = progress, None  # if a pass has begun, only the copy continues it
         return counted
 
     def check_first(self) -> Feed:
@@ -374,7 +380,7 @@ class Batches:
             yield feed
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the names, types, shapes and elements that the last ``hashed`` pass read."""
+        """Return the SHA-256 of all arrays that the last pass of ``hashed`` read: names, types, shapes and elements."""
         if self._digest is None:
             raise NotCalibratedError("data has no fingerprint before it is read: iterate over hashed() first")
         return str(self._digest.hexdigest())
@@ -402,7 +408,7 @@ class Batches:
 
 
 def _choose(source: Iterable[Batch], numbers: Sequence[int]) -> Iterator[Batch]:
-    """Read some batches of a source; other batches are not read if the source allows access by index."""
+    """Yield the batches with the indices ``numbers``; a source with access by index reads only these batches."""
     if isinstance(source, _FileBatches):
         return source.read(numbers)
     if isinstance(source, Sequence):
@@ -430,7 +436,8 @@ def _by_name(batch: Batch, inputs: Sequence[InputInfo], where: str) -> Mapping[s
     parts = batch if isinstance(batch, tuple | list) else (batch,)
     if len(parts) != len(names):
         raise SpecError(
-            f"{where}: the number of arrays must be {len(names)}, got {len(parts)}: pass a dict with {', '.join(names)}"
+            f"{where}: the number of arrays must be {len(names)}, got {len(parts)}: "
+            f"pass a dict with the keys {', '.join(names)}"
         )
     return dict(zip(names, parts, strict=True))
 
@@ -445,7 +452,7 @@ def _check_names(batch_names: Sequence[Any], names: Sequence[str], where: str) -
         raise SpecError(f"{where} has no array for {', '.join(missing)}: pass an array for each input")
 
 
-def _as_array(value: Any, info: InputInfo, where: str) -> Array:  # noqa: ANN401 - whatever callers give
+def _as_array(value: Any, info: InputInfo, where: str) -> Array:  # noqa: ANN401 - callers may pass anything
     if not hasattr(value, "__array__"):
         raise DtypeError(
             f"{where}: input {info.name!r} is of type {type(value).__name__}, expected an array of {info.dtype}"
@@ -467,9 +474,9 @@ def _check_finite(array: Array, name: str, where: str) -> None:
 def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_size: int | None = None) -> Batches:
     """Open any kind of data as batches, and check as much as possible without reading all data.
 
-    ``Batches`` for the same inputs are returned unchanged. ``batch_size`` is for .npz and .npy files; None uses the
-    batch size that the model fixes, or 1. Errors are SpecError, DtypeError, ShapeError, NaNError, RangeError and
-    FileFormatError.
+    A ``Batches`` object for the same inputs is returned unchanged. ``batch_size`` applies to .npz and .npy files; None
+    uses the batch size that the model fixes, or 1 if the model accepts any batch size. Possible errors are SpecError,
+    DtypeError, ShapeError, NaNError, RangeError and FileFormatError.
     """
     if data is None:
         raise SpecError("data is missing: pass batches of the model's inputs, an .npz file or a directory")
@@ -491,7 +498,7 @@ def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_si
 
 
 class _FileBatches:
-    """Batches in files; ``read`` yields the batches with the given indices, or all batches for None."""
+    """Batches in files; ``read(numbers)`` yields the batches with these indices, and ``read(None)`` all batches."""
 
     def __init__(self, read: Callable[[Sequence[int] | None], Iterator[Batch]]) -> None:
         self.read = read
@@ -529,7 +536,7 @@ def _open_file(file: ArrayFile, inputs: Sequence[InputInfo], batch_size: int | N
     lengths = {name: header.shape[0] if header.shape else 0 for name, header in headers.items()}
     length = min(lengths.values(), default=0)
     if not length or max(lengths.values()) != length:
-        raise ShapeError(f"{where} holds {lengths} samples: expected equally many in all arrays, and at least one")
+        raise ShapeError(f"{where}: the arrays hold {lengths} samples, expected the same number, at least 1, in each")
     size = _batch_size(inputs, batch_size, length, where)
     for info in inputs:
         header = headers[info.name]
@@ -555,7 +562,7 @@ def _batch_size(inputs: Sequence[InputInfo], requested: int | None, length: int,
         raise ShapeError(f"{where}: got a batch size of {requested}, but the model expects {size}")
     if fixed and length % size:
         raise ShapeError(
-            f"{where}: the batch size of the model is {size}, which does not divide the number of samples, {length}: "
+            f"{where}: the number of samples, {length}, must be a multiple of the model's batch size, {size}: "
             f"remove {length % size}, or add {size - length % size}"
         )
     return size

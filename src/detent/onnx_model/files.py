@@ -4,7 +4,7 @@
 
 1. the outermost protobuf fields, before the file is parsed
 2. IR version and opset
-3. the shape of each tensor, compared with its bytes in the file, before an array is allocated
+3. the number of bytes of each tensor, compared with the tensor's shape and type, before an array is allocated
 4. cycles in the graph
 5. ``onnx.checker``
 
@@ -52,27 +52,28 @@ SAVE_LIMIT = FILE_LIMIT - (64 << 20)  # bytes; in larger models, large tensors b
 MIN_EXTERNAL_BYTES = 1024  # smaller tensors stay in the model file
 MAX_SHARING = 4  # limit on the bytes that tensors read from an external file, as a multiple of the file's size
 NEWEST_IR, NEWEST_OPSET = 13, 26  # the newest versions that ONNX Runtime 1.31 reads
-FIELDS_LIMIT = 100_000  # outermost fields of a file; real models have a few dozen
+FIELDS_LIMIT = 100_000  # limit on the outermost fields of a file; real models have a few dozen
 GRAPH_FIELD = 7  # protobuf field number of ModelProto.graph
 VARINT_LIMIT = 10  # bytes
-MAX_CHARS_SHOWN = 200  # characters of a name in a message
+MAX_CHARS_SHOWN = 200  # longer names are cut in messages
 AnyMessage = TypeVar("AnyMessage", bound=Message)
-UNNAMED_RECIPE = "quantized"  # stands in a file name for a recipe without a name
+UNNAMED_RECIPE = "quantized"  # used in file names if the recipe has no name
 _SEPARATORS = re.compile(r"[/\\\x00-\x1f]+")
 _KEYS = frozenset({"location", "offset", "length", "checksum"})
-_FIXED = {1: 8, 5: 4}  # bytes of a field by its wire type
+_FIXED = {1: 8, 5: 4}  # maps the wire type of a field to its size in bytes
 _DATA_FIELDS = ("float_data", "int32_data", "int64_data", "uint64_data", "double_data", "string_data")
 _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model that was read and checked once; functions that accept a path or a ModelProto accept it, too.
+    """A model that was read and checked once; functions that accept a path also accept a ``LoadedModel``.
 
     Attributes:
         proto: the model, including its external data. Do not change it; ``load`` returns a copy that may be changed.
         path: the file that the model was read from; None for a model in memory.
-        nbytes: size of the model file and its external data; for a model in memory, the size that its file would have.
+        nbytes: size of the model file and its external data in bytes; for a model in memory, the size that its file
+            would have.
 
     >>> from onnx import parser
     >>> model = load_model(parser.parse_model(
@@ -108,7 +109,8 @@ def load_model(source: ModelSource) -> LoadedModel:
     """Read and check a model; a ``LoadedModel`` is returned unchanged, a ModelProto is copied.
 
     Raises:
-        FileFormatError: the file is not an ONNX model, is damaged or cyclic, or has external data in a forbidden place.
+        FileFormatError: the file is not an ONNX model or is damaged, the graph is cyclic, or external data is in a
+            forbidden place.
         UnsupportedError: the model has a newer IR version or opset than ONNX Runtime reads.
         SpecError: ``source`` is neither a path nor a model.
 
@@ -120,7 +122,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     if isinstance(source, LoadedModel):
         return source
     if isinstance(source, ModelProto):
-        check_depth(source.graph)  # before protobuf rejects deep nesting with an error of its own
+        check_depth(source.graph)  # otherwise, protobuf would reject deep nesting with its own error
         model = _copy(source)
         _check(model, _ExternalData(None), "the model")
         return LoadedModel(model, None, _nbytes(model))
@@ -242,7 +244,7 @@ def _check_versions(model: ModelProto) -> None:
 
 
 def _run_onnx_checker(model: ModelProto) -> None:
-    """Run ``onnx.checker`` without the data of large tensors; inputs without shapes are valid, as in runtimes."""
+    """Run ``onnx.checker`` without the data of large tensors; like runtimes, accept inputs without shapes."""
     lean = without_initializers(model)
     lean.graph.initializer.extend(_without_bytes(tensor) for tensor in model.graph.initializer)
     for value in (*lean.graph.input, *lean.graph.output):
@@ -253,7 +255,7 @@ def _run_onnx_checker(model: ModelProto) -> None:
 
 
 def _without_bytes(tensor: TensorProto) -> TensorProto:
-    """Replace a large tensor by an empty one of the same name and type; ``_check_tensor`` has checked its size."""
+    """Return an empty tensor of the same name and type; a tensor that is not large is returned unchanged."""
     is_large = tensor.data_type in BITS and _raw_nbytes(tensor) >= MIN_EXTERNAL_BYTES
     if not is_large or not tensor.HasField("raw_data") or any(len(getattr(tensor, name)) for name in _DATA_FIELDS):
         return tensor
@@ -321,12 +323,14 @@ def _check_tensor(tensor: TensorProto) -> None:
     if tensor.HasField("raw_data"):
         expected, stored, unit = _raw_nbytes(tensor), len(tensor.raw_data), "bytes"
     else:
-        # Numeric fields hold one number per element, two per complex element, and one per byte of packed elements.
+        # A field holds one number per element; of complex elements two each; of packed elements one per byte.
         count, bits = prod(tensor.dims), BITS.get(tensor.data_type, 8)
         expected = 2 * count if tensor.data_type in _COMPLEX else -(-count * min(bits, 8) // 8)
         stored, unit = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type))), "numbers"
     if stored != expected:
-        raise FileFormatError(f"of shape {list(tensor.dims)} needs {expected} {unit}, but the file holds {stored}")
+        raise FileFormatError(
+            f"of shape {list(tensor.dims)} needs {expected} {unit}, but the file holds {stored}: export the model again"
+        )
 
 
 class _ExternalData:
@@ -355,7 +359,10 @@ class _ExternalData:
         expected = _raw_nbytes(tensor)
         offset, length = _number(entries, "offset", 0), _number(entries, "length", expected)
         if length != expected:
-            raise FileFormatError(f"needs {expected} bytes, but its external data has {length} at offset {offset}")
+            raise FileFormatError(
+                f"needs {expected} bytes, but has {length} bytes of external data at offset {offset}: "
+                "export the model again"
+            )
         tensor.raw_data = self._read(self._directory, entries.get("location", ""), offset, length)
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
@@ -377,22 +384,25 @@ class _ExternalData:
 
     def _check_file(self, path: Path, shown: str, status: os.stat_result, end: int, length: int) -> None:
         if not stat.S_ISREG(status.st_mode):
-            raise FileFormatError(f"has external data in {shown}, which is not a regular file: store the data in one")
+            raise FileFormatError(f"has external data in {shown}, expected a regular file")
         if status.st_nlink != 1:
-            raise FileFormatError(f"has external data in {shown}, which has hard links: replace it by a copy")
+            raise FileFormatError(f"has external data in {shown}, which has hard links: replace this file by a copy")
         if end > status.st_size:
-            raise FileFormatError(f"has external data up to byte {end} of {shown}, which has {status.st_size} bytes")
+            raise FileFormatError(
+                f"has external data up to byte {end} of {shown}, but this file has only {status.st_size} bytes: "
+                "copy this file again"
+            )
         self._sizes[path] = status.st_size
         self._claimed[path] = self._claimed.get(path, 0) + length
         if self._claimed[path] > MAX_SHARING * status.st_size:
             raise FileFormatError(
-                f"has external data in {shown}; together, the tensors read over {MAX_SHARING} times the size of this "
-                "file: store the data of each tensor separately"
+                f"has external data in {shown}, but all tensors together read over {MAX_SHARING} times the size "
+                "of this file: store the data of each tensor separately"
             )
 
 
 def _raw_nbytes(tensor: TensorProto) -> int:
-    """Compute the bytes of a tensor from shape and type, because reading ``raw_data`` would copy the data."""
+    """Compute the size of a tensor in bytes from shape and type, because reading ``raw_data`` would copy the data."""
     return -(-int(prod(tensor.dims)) * BITS.get(tensor.data_type, 8) // 8)
 
 
@@ -404,7 +414,7 @@ def _number(entries: dict[str, str], key: str, default: int) -> int:
 
 
 def _inside(directory: Path, location: str) -> Path:
-    """Return the path of a location in or below ``directory``; reject other locations and symbolic links."""
+    """Return the path of ``location``; reject locations that are not in or below ``directory``, and symbolic links."""
     parts = PurePosixPath(location).parts
     is_unsafe = any(letter in location for letter in "\\\0") or PureWindowsPath(location).drive or location[:1] == "/"
     if not parts or is_unsafe or ".." in parts:
@@ -433,9 +443,10 @@ def default_output(model: str | PathLike[str], recipe: Recipe | str | PathLike[s
 
 
 def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMIT) -> int:
-    """Write a model atomically, so that readers see the old file or the new one; returns the bytes written.
+    """Write a model atomically: readers see the old file or the new file. Return the number of bytes written.
 
-    If the model exceeds ``limit`` bytes, large tensors become external data in ``<name>.<hash>.data`` next to it.
+    If the model exceeds ``limit`` bytes, large tensors are stored as external data in ``<name>.<hash>.data``, next to
+    the model file.
 
     >>> import tempfile, pathlib
     >>> from onnx import parser
@@ -455,7 +466,7 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)
-    # The name depends on the content, so an older model in this directory keeps its own data.
+    # The file name depends on the data, so the external data of an older model is not overwritten.
     external = target.with_name(f"{target.name}.{digest.hexdigest()[:12]}.data")
     was_there = external.exists()
     storage.write_atomic(external, chunks)
@@ -471,7 +482,7 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
 
 
 def _serialized(model: ModelProto, limit: int) -> bytes | None:
-    """Serialize a model without external data; None if it would exceed ``limit`` bytes."""
+    """Serialize a model without external data; return None if the result would exceed ``limit`` bytes."""
     if sum(map(_raw_nbytes, model.graph.initializer)) > limit:
         return None
     try:

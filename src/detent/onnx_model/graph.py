@@ -1,4 +1,4 @@
-"""The main graph of a model with indexed names, families of operators, and conversion of arrays to ONNX tensors.
+"""Helpers for ONNX graphs: ``Graph``, families of operators, and functions for tensors and nodes.
 
 Codes are stored in the smallest ONNX type that holds them:
 
@@ -59,11 +59,11 @@ Array = NDArray[Any]
 MAIN = ("", "ai.onnx")  # names of the domain of ONNX's own operators
 QUANTIZE, DEQUANTIZE = QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 MATMULS = ("MatMul", "Gemm")
-MOVING = ("Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")  # values stay, shapes change
+MOVING = ("Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")  # change shapes, not values
 # Operators that only pick or repeat values, so codes and scale stay the same (Resize only in mode "nearest").
 PASSING_CODES = (*MOVING, "MaxPool", "Split", "Resize", "DepthToSpace")
 INTEGER_KERNELS = ("ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "QGemm", "QLinearConv", "QLinearMatMul")
-# Prefixes of operators that compute with codes: integer kernels of layers and others, such as QLinearAdd.
+# Operators whose names begin with one of these compute with codes: integer kernels of layers, QLinearAdd and others.
 CODE_OPERATORS = (*INTEGER_KERNELS, "DynamicQuantize", "MatMulNBits", "QAttention", "QLinear")
 
 
@@ -114,7 +114,7 @@ def is_integer_type(kind: int) -> bool:
 
 
 def element_range(kind: int) -> tuple[int, int]:
-    """Return the smallest and largest value of an integer type: -8, 7 for INT4."""
+    """Return the smallest and largest value of an integer type, for example -8 and 7 for INT4."""
     bits = BITS[kind]
     is_signed = TensorProto.DataType.Name(kind).startswith("INT")
     return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if is_signed else (0, (1 << bits) - 1)
@@ -169,7 +169,7 @@ MAX_NESTED_GRAPHS = 30  # protobuf allows 100 nested messages, and each subgraph
 
 
 def node_name(node: NodeProto) -> str:
-    """Return the name of a node; Add_y for a nameless Add with the output y."""
+    """Return the name of a node; for an Add without a name and with the output y, return Add_y."""
     return node.name or f"{node.op_type}_{node.output[0] if node.output else ''}"
 
 
@@ -179,7 +179,7 @@ def describe(node: NodeProto) -> str:
 
 
 def attribute_of(node: NodeProto, name: str, default: Any = None) -> Any:  # noqa: ANN401 - attributes have any type
-    """Return the value of a node's attribute, or the default."""
+    """Return the value of a node's attribute, or ``default`` if the node lacks the attribute."""
     for attribute in node.attribute:
         if attribute.name == name:
             return helper.get_attribute_value(attribute)
@@ -195,7 +195,7 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def check_depth(graph: GraphProto) -> None:
-    """Reject subgraphs nested deeper than a file can store."""
+    """Raise FileFormatError if subgraphs are nested deeper than a file can store."""
     level = [graph]
     for _ in range(MAX_NESTED_GRAPHS):
         level = [inner for each in level for node in each.node for inner in subgraphs(node)]
@@ -204,7 +204,7 @@ def check_depth(graph: GraphProto) -> None:
 
 
 def reads(node: NodeProto) -> Iterator[str]:
-    """Yield the names that a node and its subgraphs read from the graph that contains the node."""
+    """Yield the names of the tensors that a node and its subgraphs read from the graph around the node."""
     yield from filter(None, node.input)
     for graph in subgraphs(node):
         inside = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
@@ -215,7 +215,7 @@ def reads(node: NodeProto) -> Iterator[str]:
 
 
 def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators: Sequence[str]) -> str:
-    """Follow first inputs backward from a tensor through nodes of these operators; return the tensor before them."""
+    """Go back from a tensor, through the first inputs of nodes in ``operators``; return the tensor where this ends."""
     node = producer(name)
     while node is not None and node.op_type in operators:
         name = node.input[0]
@@ -227,7 +227,7 @@ def sort_nodes(graph: GraphProto) -> None:
     """Sort the nodes of a graph and its subgraphs topologically; a sorted graph is not changed.
 
     Raises:
-        FileFormatError: there is a cycle, or two nodes write the same name.
+        FileFormatError: there is a cycle, or two nodes write tensors with the same name.
     """
     for node in graph.node:
         for inner in subgraphs(node):
@@ -238,7 +238,7 @@ def sort_nodes(graph: GraphProto) -> None:
             if name and writer.setdefault(name, i) != i:
                 first = describe(graph.node[writer[name]])
                 raise FileFormatError(
-                    f"two nodes write {name!r}: {first} and {describe(node)}; rename one of the outputs"
+                    f"two nodes write tensor {name!r}: {first} and {describe(node)}; rename one of the outputs"
                 )
     needs = [{writer[name] for name in reads(node) if name in writer} for node in graph.node]
     if all(max(before, default=-1) < i for i, before in enumerate(needs)):
@@ -271,10 +271,10 @@ def _sorted(graph: GraphProto, needs: list[set[int]]) -> list[int]:
 
 
 class Graph:
-    """The main graph of a model with indexed names; changes are made in place.
+    """The main graph of a model, with an index of its names; changes are made in place.
 
-    ``constants`` holds initializers by name, ``inputs`` the inputs without an initializer, and ``captured`` the tensors
-    that subgraphs read from the main graph. ``finish`` writes the changes into the model.
+    ``constants`` maps names to initializers. ``inputs`` lists the names of inputs without an initializer. ``captured``
+    contains the names of tensors that subgraphs read from the main graph. ``finish`` writes changes into the model.
 
     >>> from onnx import parser
     >>> graph = Graph(parser.parse_model(
@@ -295,7 +295,7 @@ class Graph:
         self.refresh()
 
     def refresh(self) -> None:
-        """Index all names again, after the model was changed without this class."""
+        """Index all names again; call this method after other code has changed the model."""
         graph = self._proto
         self.nodes: list[NodeProto] = list(graph.node)
         self.constants: dict[str, TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
@@ -335,7 +335,7 @@ class Graph:
         return array_of(self.constants[name])
 
     def shape(self, name: str) -> tuple[int | None, ...] | None:
-        """Return the shape of a tensor, with None for sizes that vary; None for an unknown shape."""
+        """Return the shape of a tensor, with None for each size that varies; return None if the shape is unknown."""
         if name in self.constants:
             return tuple(self.constants[name].dims)
         info = self._infos.get(name)
@@ -361,7 +361,7 @@ class Graph:
         return int(max(versions))
 
     def fresh(self, stem: str) -> str:
-        """Reserve an unused name: the stem, with a number if the stem or ``<stem>_node`` is in use."""
+        """Reserve an unused name: ``stem``, or ``<stem>_<number>`` if ``stem`` or ``<stem>_node`` is in use."""
         name, count = stem, 0
         while name in self._names or f"{name}_node" in self._names:
             count += 1
@@ -405,7 +405,7 @@ class Graph:
                 self._consumers[new].append(node)
 
     def set_input(self, node: NodeProto, position: int, name: str) -> None:
-        """Set the input of a node at ``position``."""
+        """Let a node read tensor ``name`` as its input number ``position``."""
         self._forget(node)
         while len(node.input) <= position:
             node.input.append("")
@@ -424,7 +424,7 @@ class Graph:
         self._producers[new] = node
 
     def drop_unread(self) -> list[str]:
-        """Remove DequantizeLinear nodes and constants that nothing reads; returns the names of the constants."""
+        """Remove DequantizeLinear nodes and constants that nothing reads; return the names of the removed constants."""
         unread_nodes = [
             node
             for node in self.nodes
@@ -438,12 +438,12 @@ class Graph:
         return unread
 
     def finish(self) -> ModelProto:
-        """Write all changes into the model, sort its nodes, and return it."""
+        """Write all changes into the model, sort its nodes, and return the model."""
         graph = self._proto
         nodes = [NodeProto.FromString(node.SerializeToString()) for node in self.nodes]
         del graph.node[:]
         graph.node.extend(nodes)
-        # Weights may be large, so unchanged ones are not copied.
+        # Weights may be large, so unchanged weights are not copied.
         stays = {name for name, tensor in self._written.items() if self.constants.get(name) is tensor}
         for i in reversed(range(len(graph.initializer))):
             if graph.initializer[i].name not in stays:

@@ -1,4 +1,4 @@
-"""Layers: nodes with weights, where their weights are, and why some layers cannot be quantized.
+"""Layers: nodes with weights. ``Layer`` says where the weight is, or why the layer cannot be quantized.
 
 The column *weight* is the index of the weight among the node's inputs; *output channels* is an axis of the weight.
 
@@ -37,7 +37,7 @@ COMPUTING = (*CONVS, *MATMULS, *RECURRENT)
 WEIGHTED = (*COMPUTING, "Gather")
 _ERROR_MAGNIFYING = ("Pow", "Sqrt", "Log", "Exp", "Reciprocal")
 QUANTIZED_ALREADY = "its weight is quantized already"  # reason to keep a layer in float
-_DIMENSIONS = {3: "1d", 4: "2d", 5: "3d"}  # suffix of the type name, by the rank of a convolution's weight
+_DIMENSIONS = {3: "1d", 4: "2d", 5: "3d"}  # maps the rank of a convolution's weight to the suffix of its type
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Layer:
     weight: str = ""  # name of the weight
     shape: tuple[int, ...] = ()  # shape of the weight
     axis: int = 0  # axis of the weight's output channels
-    bias: str = ""  # name of the bias, "" without one
+    bias: str = ""  # name of the bias, "" without a bias
     depthwise: bool = False
     reason: str = ""  # why the layer cannot be quantized, "" if it can
 
@@ -103,7 +103,7 @@ def _types(op: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _weight_problem(graph: Graph, node: NodeProto, weight: str) -> str:
-    """Explain why the weight of a node is not a float constant; "" if it is."""
+    """Explain why the weight of a node is not a float constant; "" if the weight is a float constant."""
     if node.op_type in RECURRENT:
         return "recurrent layers are not supported"
     producer = graph.producer(weight)
@@ -118,7 +118,7 @@ def _weight_problem(graph: Graph, node: NodeProto, weight: str) -> str:
 
 
 def _form_problem(graph: Graph, node: NodeProto, shape: tuple[int, ...]) -> str:
-    """Explain why a layer with a float weight cannot be quantized; "" if it can."""
+    """Explain why a layer with a float weight cannot be quantized; "" if the layer can be quantized."""
     if 0 in shape:
         return f"its weight is empty (shape {shape})"
     if node.op_type in MATMULS and len(shape) != 2:
@@ -133,7 +133,7 @@ def _form_problem(graph: Graph, node: NodeProto, shape: tuple[int, ...]) -> str:
 
 
 def _is_table(graph: Graph, node: NodeProto) -> bool:
-    """Whether a Gather is an embedding: its table holds floats, and a layer depends on the rows that it reads."""
+    """Whether a Gather is an embedding: it reads rows of a float matrix, and a layer depends on these rows."""
     table = node.input[0]
     if table not in graph.constants or graph.kind(table) != TensorProto.FLOAT:
         return False

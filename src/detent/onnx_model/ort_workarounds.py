@@ -2,15 +2,15 @@
 
 When ONNX Runtime (observed with 1.31.1) loads a model, it quantizes some layers with float weights: each Conv,
 ConvTranspose or Gemm between a DequantizeLinear and a QuantizeLinear. It uses one scale per tensor, without a warning.
-This can cost more accuracy than the quantization of all other layers. Before it quantizes, it changes the graph:
+This can cost more accuracy than the quantization of all other layers. First, ONNX Runtime changes the graph:
 
 - It moves Q/DQ nodes across operators that only move data (MaxPool, Reshape, Slice, ...).
 - It removes operators without effect (Dropout, Identity, Cast).
 - It fuses other operators (Pad, BatchNormalization, Add and Mul with a constant; MatMul and Add become a Gemm).
 
 So detent assumes that a Q/DQ node can move across every operator that reads exactly one computed tensor, except
-those in ``IMPASSABLE``. The workaround is a Max node before the layer, with the lowest float as its second input. It
-changes no value, and blocks the fusion.
+those in ``IMPASSABLE``. The workaround is a Max node before the layer, with the lowest float as its second input. The
+Max node changes no value, and Q/DQ nodes cannot move across it.
 
 ONNX Runtime also inserts a separate DequantizeLinear for every node that reads dequantized data. Then it no longer
 fuses patterns of float operators that start from one tensor, such as GELU. A Max node before the pattern prevents this.
@@ -56,7 +56,7 @@ IMPASSABLE = (
 def guard_float(graph: Graph, names: Collection[str] = ()) -> list[str]:
     """Stop ONNX Runtime from quantizing layers with a float weight or input; return the names of these layers.
 
-    ``names`` are layers that read float data; they are guarded whether or not their weight is quantized.
+    ``names`` are the names of layers that must read float data; they are guarded even if their weight is quantized.
     """
     threats = _Threats(graph)
     guarded = [node for node in graph.nodes if node.op_type in GUARDED and threats.holds(node, names)]
@@ -66,7 +66,7 @@ def guard_float(graph: Graph, names: Collection[str] = ()) -> list[str]:
 
 
 def guard_pools(graph: Graph) -> list[str]:
-    """Stop ONNX Runtime from moving a QuantizeLinear before a MaxPool of float data; return the guarded tensors."""
+    """Stop ONNX Runtime from moving a QuantizeLinear before a MaxPool of float data; return the tensors' names."""
     guarded = []
     for node in [each for each in graph.nodes if each.op_type == QUANTIZE]:
         pool = graph.producer(node.input[0])
@@ -87,7 +87,7 @@ def _keep(graph: Graph, tensor: str, readers: list[NodeProto]) -> None:
 
 
 def share_floats(graph: Graph) -> list[str]:
-    """Insert a Max before the operators of a GELU that read one dequantized tensor; return the tensors' names."""
+    """Insert a Max if several operators of a GELU read the same dequantized tensor; return the tensors' names."""
     shared = []
     for node in [each for each in graph.nodes if each.op_type == "Erf"]:
         scaled = graph.producer(node.input[0])
@@ -140,7 +140,7 @@ class _Threats:
         """Whether ONNX Runtime may quantize a layer that must compute in float."""
         if node.input[0] not in self.dequantized:
             return False
-        if self.graph.node_name(node) in names:  # even without a QuantizeLinear after it
+        if self.graph.node_name(node) in names:  # even if no QuantizeLinear follows the layer
             return True
         return node.output[0] in self.quantized and self._is_float_constant(node.input[1])
 

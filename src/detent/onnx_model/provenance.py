@@ -1,6 +1,6 @@
 """Provenance: how a quantized file was made, so that ``dt.verify`` can compare the file with its source model.
 
-It is stored as JSON in the metadata entry ``detent``. The same model and decisions give the same entry on every
+Provenance is stored as JSON in the metadata entry ``detent``. The same model and decisions give the same entry on every
 machine. The kernels that ONNX Runtime chose depend on the machine, so they are in a separate entry,
 ``detent.runtime``.
 """
@@ -33,8 +33,8 @@ class Provenance:
     """Metadata of a quantized file: its source model, recipe and options, and the origin of its codes.
 
     Attributes:
-        weights: the name of the layer or weight that the codes are for, by the name of the initializer with the codes.
-        activations: the name of the quantizer or tensor that a QuantizeLinear node is for, by the node's name.
+        weights: maps the name of each initializer that holds codes to the name of the layer or weight.
+        activations: maps the name of each QuantizeLinear node to the name of the quantizer or tensor.
         target: name of the target.
         recipe: the recipe as JSON.
         made_by: version of detent that wrote the file.
@@ -42,7 +42,7 @@ class Provenance:
         source: digest of the float ONNX model.
         options: options that differ from the defaults, as JSON.
         decisions: decisions that the file was made from, as encoded by ``stored_decisions``; None without decisions.
-        export: arguments of ``qt.export_onnx``; None if it did not write the file.
+        export: arguments of ``qt.export_onnx``; None if the file is not from ``qt.export_onnx``.
 
     >>> model = ModelProto()
     >>> Provenance({"w_codes": "fc.weight"}, {}, "onnxruntime").write(model)
@@ -63,7 +63,7 @@ class Provenance:
 
     def write(self, model: ModelProto) -> None:
         """Write this entry into a model's metadata, or replace the entry that is there."""
-        # A recipe may have one rule per layer, so its JSON is also stored without spaces.
+        # A recipe may be long, with one rule per layer, so its JSON is stored without spaces, too.
         recipe = json.dumps(json.loads(self.recipe), separators=(",", ":")) if self.recipe else ""
         fields = {name: value for name, value in vars(self).items() if value is not None}
         _write_entry(model, KEY, {"version": VERSION, **fields, "recipe": recipe})
@@ -112,7 +112,7 @@ class RuntimeRecord:
     Attributes:
         onnxruntime: version of ONNX Runtime.
         machine: architecture of the CPU, from ``platform.machine()``.
-        kernels: integer kernel of each node, by the node's name.
+        kernels: maps the name of each node to its integer kernel.
     """
 
     onnxruntime: str

@@ -6,10 +6,10 @@ in the file                                          record                     
 codes -> DequantizeLinear                            ``WeightCodes``; int32 codes are a bias      codes
 codes -> Gather, Transpose, ... -> DequantizeLinear  ``WeightCodes``, ``direct`` is False         codes
 float constant -> QuantizeLinear -> DequantizeLinear ``WeightCodes``, quantized at run time       float
-codes -> Gather -> Cast [-> Sub] -> Mul              ``WeightCodes``: rows looked up with scales  table
+codes -> Gather -> Cast [-> Sub] -> Mul              ``WeightCodes``; rows are looked up          table
 QuantizeLinear                                       ``QuantizeNode``, with the Clip before it
 model input -> DequantizeLinear                      ``CodedInput``
-QLinearConv, MatMulNBits, ..., computed scale        ``Unread``, with the reason
+QLinearConv, MatMulNBits, ..., or a computed scale   ``Unread``, with the reason
 ==================================================== ============================================ =========
 
 A constant is an initializer or the value of a Constant node. ``QuantizedGraph`` holds the records of a model. Records
@@ -66,14 +66,14 @@ __all__ = [
 Array = NDArray[Any]
 Form = Literal["codes", "float", "table"]
 COMPUTED = "its scale or zero point is computed, not constant"
-_CARRYING = (*MOVING, "Identity", "Gather", "Cast")  # may be between weight codes and their DequantizeLinear
+_CARRYING = (*MOVING, "Identity", "Gather", "Cast")  # operators between codes and a DequantizeLinear
 _CODE_TYPES = [
     TensorProto.DataType.Value(name)
     for name in ("INT4", "UINT4", "INT8", "UINT8", "INT16", "UINT16", "FLOAT8E4M3FN", "FLOAT8E5M2")
 ]
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 _OWN_CODES = (*CODE_OPERATORS, "GatherBlockQuantized", "MatMulBnb4")  # operators with their own layout of codes
-_TABLE_STEPS = {  # from a table's Gather to its Mul: the operators that may follow each operator
+_TABLE_STEPS = {  # between a table's Gather and its Mul: maps each operator to those that may follow it
     "Gather": ("Cast",),
     "Cast": ("Reshape", "Sub", "Mul"),
     "Reshape": ("Sub", "Mul"),
@@ -82,19 +82,19 @@ _TABLE_STEPS = {  # from a table's Gather to its Mul: the operators that may fol
 
 
 def is_quantized(model: ModelProto, operators: tuple[str, ...] = QUANTIZERS) -> bool:
-    """Whether the main graph has a node of ``operators``, which are QuantizeLinear and DequantizeLinear by default."""
+    """Whether the main graph has a node whose operator is in ``operators``; the default is any Q/DQ node."""
     return any(node.op_type in operators for node in model.graph.node)
 
 
 def read_quantization(
     node: NodeProto, constants: Mapping[str, TensorProto], kind_of: Callable[[str], int] | None = None
 ) -> QdqParams | None:
-    """Read the parameters of a QuantizeLinear or DequantizeLinear node; None if they are not constants.
+    """Read the parameters of a QuantizeLinear or DequantizeLinear node; None if a parameter is not a constant.
 
     Args:
         node: a QuantizeLinear or DequantizeLinear node.
-        constants: initializers by name.
-        kind_of: function that returns the element type of a tensor by name; for nodes without a zero point.
+        constants: maps names to initializers.
+        kind_of: maps the name of a tensor to its element type; used for nodes without a zero point.
 
     Raises:
         UnsupportedError: the scale is not float32.
@@ -122,7 +122,7 @@ def read_quantization(
         kind = constants[x].data_type
     elif kind_of is not None:
         kind = kind_of(x) or kind
-    if scale.size == zero.size == 1:  # some tools write one as an array and the other as a scalar
+    if scale.size == zero.size == 1:  # in some files, only one of the two is a scalar
         zero = zero.reshape(scale.shape)
     if zero.shape != scale.shape:
         raise FileFormatError(
@@ -162,7 +162,7 @@ class WeightCodes:
     """A quantized constant, and the node that dequantizes it: a DequantizeLinear, or the Mul after a table lookup."""
 
     name: str  # name of the constant
-    tensor: TensorProto = field(repr=False)  # floats if form is "float"
+    tensor: TensorProto = field(repr=False)  # holds floats, not codes, if form is "float"
     node: NodeProto = field(repr=False)
     qparams: QdqParams
     constants: tuple[str, str] = ("", "")  # names of scale and zero point
@@ -183,12 +183,12 @@ class WeightCodes:
 
     @property
     def is_bias(self) -> bool:
-        """Whether the codes are int32."""
+        """Whether the constant is a bias: its codes are int32."""
         return self.qparams.kind == TensorProto.INT32
 
     @property
     def node_name(self) -> str:
-        """Name of the node."""
+        """Name of the node that dequantizes the constant."""
         return node_name(self.node)
 
 
@@ -209,7 +209,7 @@ class Unread:
 
     node: NodeProto
     reason: str
-    of_weight: bool = False  # the node's codes come from a constant
+    of_weight: bool = False  # whether the node's codes come from a constant
     inner: bool = False
 
 
@@ -217,7 +217,7 @@ Record = QuantizeNode | WeightCodes | CodedInput | Unread
 
 
 def _parameter_names(record: Record) -> Sequence[str]:
-    """List the constants of a record: scale, zero point, and a float weight that is quantized at run time."""
+    """List the names of a record's scale and zero point, and of a float weight that is quantized at run time."""
     if isinstance(record, Unread):
         return record.node.input[1:] if record.node.op_type in QUANTIZERS else ()
     if isinstance(record, QuantizeNode):
@@ -230,10 +230,11 @@ def _parameter_names(record: Record) -> Sequence[str]:
 
 
 class QuantizedGraph:
-    """A model with ``records`` of its quantized tensors in graph order, including subgraphs.
+    """A model, and ``records`` of its quantized tensors in graph order, including those in subgraphs.
 
-    ``operators`` counts nodes by operator. ``parameters`` are the names of the constants in ``records``.
-    ``float_nbytes`` is the size of all other float constants.
+    ``operators`` maps each operator to its number of nodes. ``parameters`` contains the names of all scales and zero
+    points, and of float weights that are quantized at run time. ``float_nbytes`` is the size in bytes of all other
+    float constants.
     """
 
     def __init__(self, model: ModelProto) -> None:
@@ -282,12 +283,12 @@ class QuantizedGraph:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Element types of the codes of activations, by the name of the codes."""
+        """Map from the name of each activation's codes to their element type."""
         return {each.codes: each.qparams.kind for each in self.quantize_nodes}
 
     @property
     def notes(self) -> list[str]:
-        """Notes on quantizers that cannot be compared with another model, with reasons."""
+        """Notes on quantizers that cannot be compared with another model; each note has a reason."""
         unread = (each for each in self.records if isinstance(each, Unread) and not each.inner)
         quantizers = (each for each in unread if each.node.op_type == QUANTIZE or each.of_weight)
         notes = [f"{node_name(each.node)} was not compared: {each.reason}" for each in quantizers]
@@ -297,13 +298,13 @@ class QuantizedGraph:
         return [*notes, f"{what} in subgraphs of If, Loop or Scan {verb} not compared"] if count else notes
 
     def has_own_clip(self, quantizer: QuantizeNode) -> bool:
-        """Whether detent wrote the Clip before a QuantizeLinear, to use fewer codes than the type has."""
+        """Whether detent wrote the Clip before a QuantizeLinear; such a Clip limits which of the type's codes occur."""
         is_clipped = quantizer.unclipped != quantizer.x and "_clipped" in quantizer.x
         return self.provenance is not None and is_clipped
 
 
 def open_quantized(source: ModelSource) -> QuantizedGraph:
-    """Load and read a quantized model with the checks of ``load_model``; the caller must not change the model.
+    """Load, check (as ``load_model`` does) and read a quantized model; the caller must not change the model.
 
     Raises:
         UnsupportedError: the model has no Q/DQ nodes.
@@ -319,7 +320,7 @@ def open_quantized(source: ModelSource) -> QuantizedGraph:
 
 
 class _Scope:
-    """Names of one graph: its constants and those of outer graphs, and the nodes that write and read each name."""
+    """Constants of a graph and of the graphs around it, and for each name the nodes that write and read it."""
 
     def __init__(self, graph: GraphProto, outer: Mapping[str, TensorProto], *, inner: bool) -> None:
         self.inner = inner
@@ -336,7 +337,7 @@ class _Scope:
                 self._consumers[name].append(node)
 
     def read(self, node: NodeProto) -> Record | None:
-        """Read the record of a node; None if the node quantizes nothing, or is part of another node's record."""
+        """Return the record of a node; None if the node quantizes nothing, or if another node's record covers it."""
         try:
             if node.op_type == QUANTIZE:
                 return self._quantize_node(node)
@@ -418,7 +419,7 @@ class _Scope:
         return WeightCodes(gather.input[0], table, node, qparams, names, tuple(path), "table", readers, self.inner)
 
     def _row_constant(self, node: NodeProto, before: str, gather: NodeProto) -> str:
-        """Return the name of the scalar or per-row constant that a table's Sub or Mul reads, or ""."""
+        """Return the name of the scalar or per-row constant that a table's Sub or Mul reads; "" for other inputs."""
         other = next((name for name in node.input if name != before), "")
         lookup = self._producers.get(trace_back(other, self._producers.get, (*MOVING, "Cast")))
         if lookup is not None and lookup.op_type == "Gather" and lookup.input[1] == gather.input[1]:
@@ -445,7 +446,7 @@ class _Scope:
     def _trace(self, name: str) -> tuple[str, tuple[str, ...]]:
         """Follow codes backward through operators that move or cast them.
 
-        Returns the tensor from which the codes come, and the operators in graph order.
+        Returns the name of the tensor from which the codes come, and these operators in graph order.
         """
         path: list[str] = []
         while name not in self.constants:

@@ -1,17 +1,17 @@
-"""Writer of quantized graphs: Q/DQ pairs, weights and tables as codes, int32 biases, switches.
+"""Writer of quantized graphs: Q/DQ pairs, weights and tables as codes, int32 biases, and switches of Q/DQ pairs.
 
 ``QdqParams`` holds quantization parameters in the layout of a file:
 
 =============== ============================================= ======================
-granularity     scale in the file                             attributes
+granularity     shape of the scale in the file                attributes
 =============== ============================================= ======================
-PerTensor       a scalar
-PerAxis(a)      a vector with one scale per channel           axis=a
-PerGroup(n, a)  shape of the data; D on axis a -> ceil(D / n) axis=a, block_size=n
+PerTensor       ()
+PerAxis(a)      (number of channels,)                         axis=a
+PerGroup(n, a)  as the data, but ceil(size / n) on axis a     axis=a, block_size=n
 =============== ============================================= ======================
 
-``QdqWriter`` adds constants and makes nodes; callers compute the codes and insert the nodes. If fewer codes are used
-than the type has, a Clip is written before QuantizeLinear. The bounds of the Clip are the values of the smallest and
+``QdqWriter`` adds constants and makes nodes; callers compute the codes and insert the nodes. If not all codes of the
+type are used, a Clip is written before QuantizeLinear. The bounds of the Clip are the values of the smallest and
 largest code in use. ``gather`` dequantizes only the rows of a table that are looked up:
 
 ==================== ==================================================================
@@ -22,8 +22,8 @@ per row              (Cast(Gather(codes)) - Gather(zero point)) * Gather(scale)
 per group of a row   as per row, with the groups as an additional axis
 ==================== ==================================================================
 
-The results equal those of DequantizeLinear: the subtraction is exact, and the product is rounded once. DequantizeLinear
-itself supports looked-up scales only in blocks, which OpenVINO does not support.
+The results equal those of DequantizeLinear: the subtraction is exact, and the product is rounded once. A
+DequantizeLinear could read looked-up scales only as blocks, which OpenVINO does not support.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class QdqParams:
 
     Attributes:
         scale: float32 array.
-        zero_point: integers in the range of the codes' type, in the shape of the scale.
+        zero_point: integers in the range of the codes' type, with the shape of the scale.
         kind: ONNX type of the codes.
         axis: axis with one scale per channel, or axis that is split into blocks.
         block: block size; 0 without blocks.
@@ -112,7 +112,7 @@ class QdqParams:
         raise UnsupportedError(f"codes of ONNX type {name} are not supported")
 
     def granularity(self, shape: tuple[int, ...]) -> Granularity:
-        """Return the granularity for data of a shape."""
+        """Return the granularity of these parameters, for data with the shape ``shape``."""
         if self.block:
             return PerGroup(self.block, axis=self.axis)
         return PerAxis(self.axis_in(len(shape))) if self.scale.ndim else PerTensor()
@@ -126,7 +126,7 @@ class QdqParams:
         return self.axis % rank
 
     def params(self, shape: tuple[int, ...]) -> QuantParams:
-        """Convert to ``QuantParams`` for data of a shape; they apply to the codes as the file stores them."""
+        """Return these parameters as ``QuantParams``, for data with the shape ``shape`` and codes as in the file."""
         format = self.format
         low, high = (self.low, self.high) if format.is_integer else (None, None)
         spec = QuantSpec(format, self.granularity(shape), symmetric=not format.is_integer, qmin=low, qmax=high)
@@ -140,7 +140,7 @@ class QdqParams:
 
 
 def _layout(granularity: Granularity, rank: int) -> tuple[int, int]:
-    """Return the axis and the block size of a scale in a file."""
+    """Return the axis of scales in a file, and the block size."""
     if isinstance(granularity, PerTensor):
         return 1, 0
     if isinstance(granularity, PerAxis):
@@ -151,7 +151,7 @@ def _layout(granularity: Granularity, rank: int) -> tuple[int, int]:
 
 
 def needs_clip(qparams: QdqParams) -> bool:
-    """Whether fewer codes are used than the type has, so that data must be clipped first."""
+    """Whether data must be clipped before they are quantized, because not all codes of the type are used."""
     return qparams.format.is_integer and (qparams.low, qparams.high) != element_range(qparams.kind)
 
 
@@ -192,9 +192,9 @@ class Pair(NamedTuple):
 
 
 class QdqWriter:
-    """Adds the constants of Q/DQ nodes to a graph, and makes the nodes; the caller inserts them.
+    """Adds the constants of Q/DQ nodes to a graph, and makes the nodes; the caller inserts the nodes.
 
-    ``bounds`` are the name suffixes of a Clip's bounds. Nodes are named ``<stem>_<operator>`` if
+    ``bounds`` are the suffixes of the names of a Clip's two bounds. Nodes are named ``<stem>_<operator>`` if
     ``named_by_operator``, otherwise ``<output>_node``.
     """
 
@@ -209,7 +209,7 @@ class QdqWriter:
         return node
 
     def parameters(self, stem: str, qparams: QdqParams) -> tuple[str, str]:
-        """Add scale and zero point; returns both names."""
+        """Add scale and zero point to the graph; return their names."""
         scale = self.graph.add_constant(f"{stem}_scale", qparams.scale)
         return scale, self.graph.add_constant(f"{stem}_zero_point", qparams.zero_point, qparams.kind)
 
@@ -222,7 +222,7 @@ class QdqWriter:
         *,
         y: str = "",
     ) -> Pair:
-        """Make a Q/DQ pair from x to y; if y is "", a new name is used.
+        """Make a Q/DQ pair from x to y; if y is "", the output gets a new name.
 
         ``parameters`` are the names of scale and zero point.
         """
@@ -239,16 +239,16 @@ class QdqWriter:
         return Pair(nodes, codes, dequantized)
 
     def dequantized(self, names: tuple[str, str, str | None], y: str, stem: str, qparams: QdqParams) -> NodeProto:
-        """Make a DequantizeLinear node; ``names`` are those of codes, scale and zero point."""
+        """Make a DequantizeLinear node; ``names`` are the names of codes, scale and zero point."""
         codes, scale, zero = names
         return self._named(dequantize_node(codes, scale, zero, y, qparams), stem)
 
     def codes(self, stem: str, codes: Array, qparams: QdqParams) -> Names:
-        """Add the codes, scale and zero point of a weight; returns the three names."""
+        """Add the codes, scale and zero point of a weight to the graph; return the three names."""
         return self.graph.add_constant(f"{stem}_codes", codes, qparams.kind), *self.parameters(stem, qparams)
 
     def bias(self, stem: str, codes: Array, scale: Array) -> tuple[NodeProto, str]:
-        """Add the int32 codes of a bias; returns the DequantizeLinear node and the name of its output."""
+        """Add the int32 codes and the scale of a bias; return the DequantizeLinear node and its output's name."""
         qparams = QdqParams(np.asarray(scale, np.float32), np.zeros(scale.shape), TensorProto.INT32, axis=0)
         codes_name = self.graph.add_constant(f"{stem}_codes", codes, TensorProto.INT32)
         scale_name = self.graph.add_constant(f"{stem}_scale", qparams.scale)
@@ -256,9 +256,10 @@ class QdqWriter:
         return self.dequantized((codes_name, scale_name, None), y, stem, qparams), y
 
     def switch(self, flag: str, nodes: Sequence[NodeProto], quantized: str, x: str) -> tuple[NodeProto, str]:
-        """Make an If node that runs ``nodes`` and returns ``quantized`` if a flag is set, and otherwise returns x.
+        """Make an If node: if ``flag`` is true, it runs ``nodes`` and outputs ``quantized``; otherwise it outputs x.
 
-        An If runs only one branch; with Where, every run would compute the Q/DQ pairs of all layers.
+        Returns the node and its output's name. An If runs only one branch. With Where instead of If, every run would
+        compute the Q/DQ pairs of all layers.
         """
         same, chosen = self.graph.fresh(f"{x}_same"), self.graph.fresh(f"{x}_chosen")
         on = helper.make_graph(nodes, "on", [], [helper.make_empty_tensor_value_info(quantized)])
@@ -268,18 +269,18 @@ class QdqWriter:
 
 
 def stored_codes(codes: Array, params: QuantParams, qparams: QdqParams) -> Array:
-    """Shift codes as ``qparams`` shifts their zero points, so that they fit the type in the file."""
+    """Shift codes by the offset that ``qparams`` adds to zero points, so that the codes fit the file's type."""
     if not params.spec.format.is_integer:
         return codes
     return np.asarray(codes.astype(np.int32) + int(qparams.low - params.spec.qmin))
 
 
 def _clip_bounds(qparams: QdqParams) -> tuple[Array, Array]:
-    """Return the values of the smallest and largest code in use."""
+    """Return the bounds of a Clip: the values of the smallest and largest code in use."""
     if qparams.scale.ndim:
         raise UnsupportedError(
-            f"per-channel scales with only the codes {qparams.low}..{qparams.high} of a wider type need a Clip per "
-            "channel, which ONNX does not have: use one scale per tensor, or all codes of a format of 4, 8 or 16 bits"
+            f"codes {qparams.low}..{qparams.high} are only a part of their type, so data must be clipped, but ONNX "
+            "cannot clip per channel: use one scale per tensor, or all codes of a format of 4, 8 or 16 bits"
         )
     lo, hi = (
         np.asarray((code - qparams.zero_point) * qparams.scale, np.float32) for code in (qparams.low, qparams.high)
@@ -296,7 +297,7 @@ def gather(
     key: str,
     index_rank: int | None = None,
 ) -> list[NodeProto]:
-    """Make the nodes that replace a Gather along axis 0 of a quantized table; constants are added to the graph.
+    """Make the nodes that replace a Gather along axis 0 of a quantized table; add their constants to the graph.
 
     ``names`` are the names of codes, scale and zero point. ``shape`` is the shape of the table. New names begin with
     ``key``. If ``index_rank`` is None, the rank of the indices is read from the graph.
@@ -342,7 +343,7 @@ class _Lookup:
         return self.add("Unsqueeze", [picked, self._constant("last_axis", [-1])], f"{stem}_spread")
 
     def reshape(self, name: str, sizes: list[int], y: str) -> str:
-        """Split the last axis, or join the last two; a size of 0 copies the size of an index axis."""
+        """Reshape the axes after the index axes to ``sizes``, to split the last axis or to join the last two axes."""
         shape = self._constant(f"shape_{self.index_rank}_{len(sizes)}", [0] * self.index_rank + sizes)
         return self.add("Reshape", [name, shape], y)
 

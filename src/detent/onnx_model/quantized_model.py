@@ -1,8 +1,8 @@
 """QuantizedModel: the contents of a quantized ONNX file as objects of detent, whichever tool wrote the file.
 
-It is a view of the records of ``qdq_reader``: weights as ``QuantizedTensor``, biases, activation quantizers, and a
-summary table. Functions are inlined, subgraphs are read, and parameters are checked. ``skipped`` lists the tensors and
-nodes that cannot be read, with the reasons.
+``QuantizedModel`` is a view of the records of ``qdq_reader``: weights as ``QuantizedTensor``, biases, activation
+quantizers, and a summary table. Functions are inlined, subgraphs are read, and parameters are checked. ``skipped``
+lists the tensors and nodes that cannot be read, with the reasons.
 """
 
 import json
@@ -40,7 +40,7 @@ class QuantizedBias:
     axis: int
 
     def dequantize(self) -> Array:
-        """Return the values in float32."""
+        """Return the dequantized values in float32."""
         shape = [1] * self.codes.ndim if self.scale.ndim else []
         if shape:
             shape[self.axis % self.codes.ndim] = -1
@@ -72,12 +72,12 @@ class QuantizedModel:
     """The contents of a quantized model.
 
     Attributes:
-        weights: quantized weights, by the name of their codes in the file.
-        biases: int32 biases, by the name of their codes in the file.
+        weights: maps the name of codes in the file to the quantized weight.
+        biases: maps the name of codes in the file to the int32 bias.
         activations: QuantizeLinear nodes in graph order.
-        readers: nodes that read a weight, a bias or an activation, by the name of the codes.
-        skipped: reasons why quantized tensors or nodes cannot be read, by name.
-        nodes: number of nodes per operator.
+        readers: maps the name of codes (of a weight, bias or activation) to the nodes that read the tensor.
+        skipped: maps the name of each tensor or node that cannot be read to the reason.
+        nodes: maps each operator to its number of nodes.
         float_nbytes: bytes of float constants that are not quantization parameters.
 
     >>> import onnx
@@ -103,7 +103,7 @@ class QuantizedModel:
 
     @classmethod
     def of(cls, graph: QuantizedGraph) -> "QuantizedModel":
-        """Convert the records of a graph; if a constant is dequantized in two ways, the first is used."""
+        """Make a ``QuantizedModel`` from the records of ``graph``; the first record of a constant is used."""
         view = _View()
         for record in graph.records:
             view.add(record)
@@ -117,7 +117,7 @@ class QuantizedModel:
         return self.summary()._repr_html_()
 
     def summary(self) -> "Summary":
-        """Return a table of all quantized tensors; ``str`` formats it as text."""
+        """Return a table of all quantized tensors; ``str`` formats the table as text."""
         rows = [
             SummaryRow(name, "weight", str(tensor.spec), tensor.shape, tensor.nbytes, self.readers.get(name, ()))
             for name, tensor in self.weights.items()
@@ -207,11 +207,11 @@ def _check_bias(weight: WeightCodes) -> None:
 
 
 def _constant_params(weight: WeightCodes) -> QdqParams:
-    """Return the parameters for the whole constant; the node may read only some rows, or a reshaped copy."""
+    """Return the parameters for the whole constant, even if the node reads only rows or a reshaped copy of it."""
     qparams = weight.qparams
     if weight.direct or weight.form != "codes":
         return qparams
-    is_per_column = weight.path == ("Gather",) and qparams.axis == -1  # independent of the rows
+    is_per_column = weight.path == ("Gather",) and qparams.axis == -1  # so it does not matter which rows are read
     if "Cast" in weight.path or (qparams.scale.ndim and not is_per_column):
         raise UnsupportedError("its codes are moved or cast before they are dequantized")
     return replace(qparams, axis=len(weight.codes.shape) - 1)
@@ -223,7 +223,7 @@ class SummaryRow:
 
     name: str
     kind: str  # weight, bias or activation
-    type: str  # its spec, or the type of its codes
+    type: str  # spec of a weight; type of the codes of a bias or activation
     shape: tuple[int, ...] | None  # None for activations
     nbytes: int  # bytes of codes, scales and zero points; 0 for activations
     readers: tuple[str, ...]  # nodes that read the tensor
@@ -231,7 +231,7 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """A table of all quantized tensors; ``str`` and notebooks show it."""
+    """A table of all quantized tensors; ``str`` formats the table as text, and notebooks show it as HTML."""
 
     rows: tuple[SummaryRow, ...]
     nodes: Mapping[str, int]

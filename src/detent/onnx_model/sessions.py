@@ -1,7 +1,8 @@
 """Models in ONNX Runtime: sessions, the optimized graph, the kernel of each layer, and intermediate tensors.
 
 ONNX Runtime fuses an operator and the Q/DQ pairs around it into an integer kernel if all conditions of the kernel hold.
-Otherwise it computes in float without a warning. ``kernels_of`` reads each layer's kernel from the optimized graph.
+Otherwise ONNX Runtime computes in float, without a warning. ``kernels_of`` reads each layer's kernel from the optimized
+graph.
 
 To read intermediate tensors, detent adds them to the model's outputs when it creates a session. ``record`` yields these
 tensors batch by batch. A ``Probe`` passes them to callbacks, in groups that fit into memory.
@@ -60,9 +61,9 @@ __all__ = [
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
-PROBE_BUDGET = 1 << 29  # bytes of intermediate tensors in one run
+PROBE_BUDGET = 1 << 29  # limit on the bytes of intermediate tensors in one run
 FLOAT_NBYTES = 4
-MAX_SHAPE_ELEMENTS = 256  # elements; larger constants are not shapes
+MAX_SHAPE_ELEMENTS = 256  # constants with more elements are not taken for shapes
 _NO_ARRAYS = frozenset(  # types that ONNX Runtime does not return as arrays
     {
         *(TensorProto.INT2, TensorProto.UINT2, TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1),
@@ -98,8 +99,8 @@ def make_session(
         model: a model in memory or in a file.
         optimize: False runs the graph as written, node by node.
         threads: number of threads; 0 for one per core.
-        config: session settings of ONNX Runtime by key. Threads do not spin by default, because spinning doubles the
-            CPU time. To measure time, pass ``{SPINNING: "1"}``, the default of ONNX Runtime.
+        config: maps keys of ONNX Runtime's session settings to values. Threads do not spin by default, because spinning
+            doubles the CPU time. To measure time, pass ``{SPINNING: "1"}``, the default of ONNX Runtime.
         write_to: path to write the optimized graph to.
         profile_to: start of the path to write a profile to; ``end_profiling`` writes it and returns the path.
 
@@ -126,7 +127,7 @@ def make_session(
         options.enable_profiling = True
         options.profile_file_prefix = profile_to
     if isinstance(model, LoadedModel):
-        model = model.proto  # the file may have been replaced since
+        model = model.proto  # the file may have changed after it was loaded
     try:
         if not isinstance(model, ModelProto):
             return _start(fspath(model), options)
@@ -140,9 +141,10 @@ def make_session(
 
 
 def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
-    """Copy a model without the data of its large initializers; return the copy, and the data as arrays.
+    """Copy a model without the data of its large initializers; return the copy, and a dict from names to data.
 
-    Large initializers that no node reads are left out: ONNX Runtime would drop them first, and then not find them.
+    Large initializers that no node reads are not in the copy or the dict: ONNX Runtime would remove them from the copy,
+    and then fail to find those in the dict.
     """
     lean, weights = without_initializers(model), dict[str, Array]()
     inputs_and_outputs = {value.name for value in (*model.graph.input, *model.graph.output)}
@@ -207,7 +209,7 @@ def optimized(model: ModelSource) -> ModelProto:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "optimized.onnx")
         make_session(model, write_to=fspath(path))
-        running = onnx.load(path)  # not checked, because it has ONNX Runtime's own operators
+        running = onnx.load(path)  # onnx.checker would reject ONNX Runtime's own operators
     _rename_shadowing(running.graph, frozenset())
     return running
 
@@ -244,12 +246,12 @@ def _rename(graph: GraphProto, new: Mapping[str, str]) -> None:
 
 
 def runtime_record(running: ModelProto) -> RuntimeRecord:
-    """Record ONNX Runtime's version, this machine, and the integer kernels of the optimized graph ``running``."""
+    """Return ONNX Runtime's version, this machine, and the integer kernels of the optimized graph ``running``."""
     return RuntimeRecord(ort.__version__, platform.machine(), integer_kernels(running))
 
 
 def integer_kernels(running: ModelProto) -> dict[str, str]:
-    """Map each node of the file to its integer kernel in an optimized graph."""
+    """Map the name of each node in the file to its integer kernel in the optimized graph ``running``."""
     nodes = (node for node in running.graph.node if node.op_type.startswith(CODE_OPERATORS) and node.name)
     return {written_name(node.name): node.op_type for node in nodes}
 
@@ -264,9 +266,9 @@ def kernels_of(
 ) -> dict[str, str]:
     """Map each layer to the operator that computes it in ONNX Runtime on this machine.
 
-    For a layer that runs in float, this is the operator that reads its dequantized weight. ``names`` maps each constant
-    with codes to one layer that reads the codes; None reads this mapping from the model's metadata. Other layers that
-    share the codes are added. ``running`` is the optimized graph of the model; None computes it.
+    A layer that runs in float is mapped to the operator that reads its dequantized weight. ``names`` maps each constant
+    with codes to one layer that reads the codes; None reads this mapping from the model's metadata. The result also
+    contains other layers that share the codes. ``running`` is the optimized graph of the model; None computes it.
     """
     if names is None:
         provenance = Provenance.read(model)
@@ -299,7 +301,7 @@ def _split_by_tokens(operators: Mapping[str, str], layer: str) -> str:
 
 
 class Reading(NamedTuple):
-    """Names of tensors (computed, inputs or constants), and a callback that receives the arrays by name."""
+    """Names of tensors (computed, inputs or constants), and a callback that receives a dict from names to arrays."""
 
     names: tuple[str, ...]
     take: Callable[[Mapping[str, Array]], None]
@@ -308,10 +310,10 @@ class Reading(NamedTuple):
 class Probe:
     """A model that runs without optimizations, and callbacks that read its intermediate tensors.
 
-    Readings share a run as long as their tensors fit into ``budget`` bytes; other readings need further runs. ``kinds``
-    are element types by tensor name: 4-bit and float8 codes are read as float32, because ONNX Runtime cannot return
-    them. If ``model`` is an optimized graph, ``written`` is the probe of the original model, which must run first. Its
-    largest tensor bounds the sizes of tensors in ``model``.
+    Readings share a run as long as their tensors fit into ``budget`` bytes; the remaining readings need further runs.
+    ``kinds`` maps tensor names to element types. Tensors of 4-bit and float8 types are read as float32, because ONNX
+    Runtime cannot return these types. If ``model`` is an optimized graph, ``written`` is the probe of the original
+    model, which must run first. The largest tensor of the original model bounds the sizes of tensors in ``model``.
     """
 
     def __init__(
@@ -331,7 +333,7 @@ class Probe:
         self._computed = names & operators.keys()
         self._cast = {name for name in self._computed if kinds.get(name, 0) in _NO_ARRAYS}
         self._widths = {name: _element_nbytes(kinds.get(name), operators[name]) for name in self._computed}
-        self._largest = 0  # elements of the largest tensor; 0 if shape inference covers few tensors
+        self._largest = 0  # number of elements of the largest tensor; 0 if few shapes could be inferred
         self._groups: list[tuple[ort.InferenceSession, list[str], list[Reading]]] | None = None
 
     def run(self, feeds: Mapping[str, Array]) -> None:
@@ -374,7 +376,7 @@ class Probe:
         return groups
 
     def _sizes(self, feeds: Mapping[str, Array]) -> dict[str, int]:
-        """Estimate the bytes of each tensor: by shape inference, or by an upper bound, or by running the model."""
+        """Estimate the bytes of each tensor by shape inference; else by an upper bound; else by running the model."""
         shapes = {} if self._written is not None else _inferred_shapes(self._model, feeds, ())
         counts = {name: prod(shapes[name]) for name in self._computed if name in shapes}
         if 2 * len(counts) >= len(self._computed):
@@ -404,10 +406,10 @@ def tensor_nbytes(
     nodes: Sequence[NodeProto] = (),
     optimize: bool = True,
 ) -> dict[str, int]:
-    """Compute the bytes that intermediate tensors take as float32 for one batch.
+    """Map the names of intermediate tensors to the bytes that they take as float32 for one batch.
 
     ``names`` may include outputs of ``nodes``, which are added to the model temporarily. Shapes are inferred from the
-    batch; if they depend on data, the model runs with Shape nodes.
+    shapes in the batch. If this fails, the model runs with additional Shape nodes.
     """
     shapes = _inferred_shapes(model, feeds, nodes) if names else {}
     if not all(name in shapes for name in names):
@@ -432,7 +434,7 @@ def _inferred_shapes(
         kind = helper.np_dtype_to_tensor_dtype(array.dtype)
         lean.graph.input.append(helper.make_tensor_value_info(name, kind, array.shape))
     for tensor in model.graph.initializer:
-        if prod(tensor.dims) <= MAX_SHAPE_ELEMENTS:  # it may hold a shape
+        if prod(tensor.dims) <= MAX_SHAPE_ELEMENTS:  # the constant may hold a shape
             lean.graph.initializer.append(tensor)
         else:
             lean.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
@@ -449,7 +451,7 @@ def _inferred_shapes(
 
 
 def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, threads: int = 0) -> Iterator[Feed]:
-    """Run a model and yield some of its tensors by name, batch by batch."""
+    """Run a model on each batch, and yield a dict from ``names`` to the arrays of these tensors."""
     tensors = list(dict.fromkeys(names))
     inputs = Graph(model).inputs
     computed = [name for name in tensors if name not in inputs]

@@ -3,18 +3,18 @@
 ==================== ============= ============== ================================================================
 target               7-bit weights 8-bit weights  for
 ==================== ============= ============== ================================================================
-onnxruntime          int8          uint8, zp 128  every CPU, and exact there; ``prefer`` chooses the bits
-onnxruntime-avx2     int8          not used       every CPU, and exact there
+onnxruntime          int8          uint8, zp 128  every CPU, always exact; ``prefer`` chooses 7 or 8 bits
+onnxruntime-avx2     int8          not used       every CPU, always exact
 onnxruntime-vnni     int8          int8           CPUs with VNNI; elsewhere int16 accumulators saturate
-openvino             int8          uint8, zp 128  every CPU, and exact there; ``prefer`` chooses the bits
+openvino             int8          uint8, zp 128  every CPU, always exact; ``prefer`` chooses 7 or 8 bits
 openvino-vnni        int8          int8           CPUs with VNNI
 ==================== ============= ============== ================================================================
 
 AVX2 multiplies unsigned by signed bytes and adds two products into an int16 accumulator. The sum fits if codes of
-weights are between -64 and 64 ("7 bits": 2 * 255 * 64 < 2^15), and saturates for larger ones. Kernels for unsigned
+weights are between -64 and 64 ("7 bits": 2 * 255 * 64 < 2^15); with larger codes, it can saturate. Kernels for unsigned
 weights widen the weights first. These kernels are exact, but take up to three times as long. If codes and zero point
-are both shifted by 128, they represent the same values. Weights of depthwise convolutions are int8 everywhere: their
-kernels do not saturate.
+are both shifted by 128, they represent the same values. Weights of depthwise convolutions are int8 for every target:
+kernels of these convolutions do not saturate.
 
 Signed 8-bit activations are also shifted by 128, because kernels for signed activations are slow. Activations of fewer
 than 8 bits are clipped and stored in 8 bits. Weights of fewer than 8 bits are stored in 4 or 8 bits.
@@ -89,7 +89,7 @@ class Target:
     needs_vnni: bool = False
 
     def weight_spec(self, spec: QuantSpec) -> QuantSpec:
-        """Limit a weight's spec to the codes of this target; raises SpecError for an affine spec above the limit."""
+        """Limit a weight's spec to the codes that this target allows; raise SpecError if an affine spec allows more."""
         if self.limit is None or not spec.format.is_integer or largest_code(spec) <= self.limit:
             return spec
         if not spec.symmetric:
@@ -97,7 +97,7 @@ class Target:
         return spec.replace(qmin=-self.limit, qmax=self.limit)
 
     def fast_weight_spec(self, spec: QuantSpec) -> QuantSpec:
-        """Limit a symmetric int8 weight to codes that fast kernels multiply exactly; other specs are unchanged."""
+        """Limit a symmetric int8 spec to codes that fast kernels multiply exactly; return other specs unchanged."""
         is_wide = spec.format.is_integer and spec.bits == BYTE and largest_code(spec) > MAX_EXACT_CODE
         if not (self.unsigned_weights and is_wide and spec.symmetric):
             return spec
@@ -114,7 +114,7 @@ class Target:
     def activation_container(self, format: Format, *, least: int = MIN_ACTIVATION_BITS) -> Container:
         """Choose the storage of an activation's codes, in a type of at least ``least`` bits.
 
-        The default is 8 bits: ONNX Runtime may insert operators between Q/DQ nodes, and these support no smaller types.
+        The default is 8 bits: between Q/DQ nodes, ONNX Runtime may insert operators that do not support smaller types.
         """
         kind = element_type(format, least)
         return Container(TensorProto.UINT8, 128) if kind == TensorProto.INT8 else Container(kind)
@@ -152,7 +152,7 @@ def get_target(value: Target | str) -> Target:
 
 CPUINFO = Path("/proc/cpuinfo")
 X86 = ("x86_64", "amd64", "i386", "i686")
-CPUINFO_BYTES = 1 << 16  # bytes to read, enough for the first CPU
+CPUINFO_BYTES = 1 << 16  # this many bytes are read, enough for the first CPU
 
 
 def has_vnni() -> bool | None:
@@ -176,14 +176,17 @@ PREFER_SPEED = "--prefer speed (weights of 7 bits)"
 
 
 def faster(target: Target, specs: Iterable[QuantSpec], *, vnni: bool | None) -> str:
-    """Return the option that stores weights for faster kernels, from the specs of dense layers; "" if none does."""
+    """Return the option for a file with faster kernels; "" if no option makes the file faster.
+
+    ``specs`` are the weight specs of the file's dense layers. ``vnni`` says whether the CPU has VNNI; None if unknown.
+    """
     if not any(target.weight_container(spec).shift for spec in specs):
         return ""
     return f"--target {target.name}-vnni (only for CPUs with VNNI)" if vnni else PREFER_SPEED
 
 
 def mismatch(target: str, vnni: bool | None = None) -> str:
-    """Explain why a target does not suit this CPU; "" if it does.
+    """Explain why a target does not suit this CPU; "" if the target suits this CPU.
 
     ``vnni`` says whether the CPU has VNNI; None if unknown.
     """
@@ -198,7 +201,7 @@ def mismatch(target: str, vnni: bool | None = None) -> str:
         )
     if limit is not None and vnni:
         return (
-            f"target {target} drops one weight bit for CPUs without VNNI, but this CPU has VNNI: "
+            f"target {target} stores weights with 7 bits for CPUs without VNNI, but this CPU has VNNI: "
             f"use --target {runtime}-vnni"
         )
     return ""
