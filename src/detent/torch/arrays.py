@@ -1,10 +1,10 @@
 """Helpers for native kernels: tensors as NumPy arrays, memory order, scratch memory, threads and processes.
 
-Native kernels read dense tensors that are not in C order, such as channels last, as permuted views. Results have the
-same memory order. Quantized copies that only one matmul reads are written to scratch memory, which is reused:
-allocating new pages for a large tensor takes longer than quantizing it. Kernels run on the threads of PyTorch's OpenMP
-runtime if that runtime is found; ``torch.set_num_threads`` sets the number of threads. OpenMP threads keep spinning for
-a while after their work, so a second thread pool on the same cores would have to wait.
+Native kernels read a dense tensor that is not in C order, for example a channels-last tensor, as a permuted view. The
+result has the same memory order as the input. Quantized copies that only one matmul reads are written to scratch
+memory, which is reused: allocating new pages for a large tensor takes longer than quantizing it. Kernels run on the
+threads of PyTorch's OpenMP runtime if that runtime is found; ``torch.set_num_threads`` sets the number of threads.
+OpenMP threads keep spinning for a while after their work, so a second thread pool on the same cores would have to wait.
 """
 
 import ctypes
@@ -131,14 +131,14 @@ class Order(NamedTuple):
         return (x if self.axes is None else x.permute(self.axes)).contiguous()
 
     def restore(self, laid: Tensor) -> Tensor:
-        """Permute a result of ``lay`` back to the original order of axes, as a view."""
+        """Permute a tensor in this order back to the original order of axes, as a view."""
         if self.axes is None:
             return laid
         return laid.permute(sorted(range(laid.ndim), key=self.axes.__getitem__))
 
 
 def order_of(x: Tensor, spec: QuantSpec) -> Order:
-    """The memory order of x if x is dense and the granularity can be expressed in this order; otherwise C order."""
+    """The memory order of x if x is dense and the spec fits the permuted x; otherwise C order."""
     granularity = spec.granularity
     if x.is_contiguous() or spec.rounding.kind == "stochastic":  # random numbers depend on positions in C order
         return Order(None, spec)
@@ -164,8 +164,8 @@ MAX_COPIED_ELEMENTS = 64  # up to this size, a key contains the bytes of a tenso
 def fingerprint(*tensors: Tensor) -> tuple[object, ...]:
     """A key that changes if the tensors change.
 
-    For plain tensors on the CPU, the key contains their bits or a checksum. For other tensors, it contains the address
-    and PyTorch's version counter.
+    The key contains the bits or a checksum of each plain tensor on the CPU. It contains the address and PyTorch's
+    version counter of every other tensor.
     """
     parts: list[object] = []
     for tensor in tensors:
@@ -180,13 +180,13 @@ def fingerprint(*tensors: Tensor) -> tuple[object, ...]:
 Slot = Literal["input", "weight"]
 MIN_SCRATCH_BYTES = 1 << 17  # the allocator itself reuses smaller blocks
 MAX_SCRATCH_BYTES = 1 << 28  # larger blocks would take too much memory while unused
-MAX_VIEWS = 256  # cached views per thread, about one per layer and operand
+MAX_VIEWS = 256  # per thread; about one view is cached for each operand of each layer
 
 
 class _Buffers(threading.local):
     def __init__(self) -> None:
-        self.memory: dict[str, Tensor] = {}  # one block per slot
-        self.views: dict[object, Tensor] = {}  # views of the blocks, by slot, dtype and shape
+        self.memory: dict[str, Tensor] = {}  # slot -> block of memory
+        self.views: dict[object, Tensor] = {}  # (slot, dtype, shape) -> view of a block
 
 
 _buffers = _Buffers()

@@ -90,7 +90,7 @@ class Fold:
         return weight * _per_channel(self.gain().to(weight.dtype), weight)
 
     def codes_with_gain(self, quantized: QuantizedTensor) -> QuantizedTensor:
-        """Multiply a quantized weight by g: its symmetric per-channel scales by |g|, and its codes by the sign of g."""
+        """Multiply a quantized weight by g: the scales are multiplied by ``|g|``, and the codes by the sign of g."""
         scale = to_tensor(quantized.params.scale)
         gain = on_cpu(self.gain()).to(scale.dtype)
         params = QuantParams(quantized.spec, to_array(_scale_with_gain(scale, gain)))
@@ -117,7 +117,10 @@ class Fold:
         return shift * gain if norm.bias is None else shift * gain + full_tensor(norm.bias.detach())
 
     def version(self) -> object:
-        """A key that changes if the gain changes; PyTorch's version counter misses updates of the statistics."""
+        """A key that changes if the gain changes.
+
+        PyTorch's version counter cannot be the key, because it misses updates of the running statistics.
+        """
         return fingerprint(*(part for part in (self.norm.running_var, self.norm.weight) if part is not None))
 
 
@@ -148,7 +151,7 @@ class QuantizedNorm(nn.Module):
             result: Tensor = self.float_class.forward(self, x)
             return result
         statistics = dict(self._buffers)
-        try:  # the first forward pass has already updated the statistics with this batch
+        try:  # a recomputed forward pass must not update the statistics a second time
             self._buffers.update({name: each if each is None else each.clone() for name, each in statistics.items()})
             result = self.float_class.forward(self, x)
         finally:
@@ -157,9 +160,9 @@ class QuantizedNorm(nn.Module):
 
 
 def find_folds(model: nn.Module) -> dict[str, str]:
-    """Map the name of each layer whose output is read only by a batch norm to the name of that batch norm.
+    """Find the layers whose output is read only by a batch norm; return a dict from layer names to batch norm names.
 
-    The pairs come from a symbolic trace of the model. If it fails, they come from the order of ``nn.Sequential``.
+    The pairs come from a symbolic trace of the model. If tracing fails, they come from the order in ``nn.Sequential``.
     """
     try:
         pairs = _traced_pairs(model)
@@ -180,7 +183,7 @@ def _pairs_in_order(model: nn.Module) -> dict[str, str]:
 def _traced_pairs(model: nn.Module) -> dict[str, str]:
     """Pairs of a layer and its batch norm that occur both in training mode and in evaluation mode.
 
-    The trace runs on a copy of the model that shares its parameters.
+    A copy of the model is traced, which shares the parameters of the model.
     """
     copy = deepcopy(model, {id(each): each for each in model.parameters()})
     with torch.random.fork_rng(devices=[]):

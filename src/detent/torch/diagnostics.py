@@ -3,15 +3,15 @@
 =============  =======================================================================================================
 clip           share of elements whose code is clamped
 codes          share of the spec's codes that are in use
-drift          current scale / first calibrated or observed scale; of several scales, the one that changed most
+drift          current scale / first calibrated or observed scale, for the scale that changed most
 oscillation    share of weights whose code goes back and forth
 saturated      share of elements whose gradient the straight-through estimator (STE) stops
 =============  =======================================================================================================
 
 All elements of exported weights are measured. Activations are measured on the batches passed to ``qt.health``, or on
 the latest samples of ``qt.watch``. A watched forward pass samples about ``MAX_SAMPLE`` elements of a tensor, at equal
-distances, so that every index of every axis occurs. Weights are sampled after each change, activations every few calls.
-Models that are not watched have no overhead.
+distances, so that every index of every axis occurs. Weights are sampled after each change, and activations every
+few calls. Models that are not watched have no overhead.
 
 The code of a weight *reverses* if it changes against the direction of its last change. The frequency f of reversals is
 an exponential average over steps (Nagel et al. 2022, "Overcoming oscillations in quantization-aware training")::
@@ -70,14 +70,14 @@ __all__ = [
 MAX_SAMPLE = 4096  # elements per tensor and forward pass; enough to measure shares of 0.1 %
 KEPT_SAMPLES = 16  # latest samples kept per activation; older samples were computed with older weights
 MOMENTUM = 0.01  # weight of a new step in the average frequency of reversals, as in the paper
-MAX_FREQUENCY = 0.005  # reversals per step; above it a weight oscillates, as in the paper
+MAX_FREQUENCY = 0.005  # a weight with more reversals per step oscillates, as in the paper
 SATURATED_GAIN = 0.01  # a gradient counts as saturated if the STE multiplies it by less than this
 
 # ``qt.health`` warns if a metric is beyond its limit.
-CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # maximum clip fraction for at least so many bits; fewer bits clip more
+CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # number of bits -> maximum clip fraction for this many bits or more
 USAGE_LIMIT = 0.5  # minimum share of codes in use
-ELEMENTS_PER_CODE = 16  # with fewer elements per code, unused codes are normal
-DRIFT_LIMIT = 4.0  # factor by which a scale may have grown or shrunk
+ELEMENTS_PER_CODE = 16  # if there are fewer elements per code, unused codes are normal
+DRIFT_LIMIT = 4.0  # largest factor by which a scale may have grown or shrunk
 OSCILLATION_LIMIT = 0.1  # maximum share of oscillating weights
 SATURATION_LIMIT = 0.2  # maximum share of saturated gradients; not checked if there is a warning about clipping
 
@@ -190,7 +190,7 @@ class Oscillation:
         return float(np.mean(self._frequency > MAX_FREQUENCY)) if self.steps else None
 
     def update(self, data: Array, params: QuantParams) -> None:
-        """Count the codes that reversed since the last update; unchanged weights do not count as a step."""
+        """Count the codes that reversed since the last update; a call with unchanged weights is not a step."""
         if self._data is not None and np.array_equal(self._data, data):
             return
         levels = _levels(quantize(data, params, nan="zero_point"))
@@ -227,7 +227,7 @@ class Watcher:
         self._every, self._calls = every, 0
 
     def __call__(self, quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
-        """Sample x: a weight in each call, an activation every few calls. If ``params`` is None, they are computed."""
+        """Sample x: a weight in each call, an activation every few calls. If ``params`` is None, compute the params."""
         if not quantizer.training or torch._C._are_functorch_transforms_active() or not x.numel():
             return
         self._calls += 1
@@ -289,7 +289,7 @@ def watch(model: nn.Module, *, every: int = 16) -> Watch:
 
     Args:
         model: a prepared model.
-        every: number of quantizer calls per sample of an activation.
+        every: an activation is sampled once per this many calls of its quantizer.
 
     Raises:
         StateError: the model is not prepared.
@@ -320,7 +320,7 @@ class QuantizerHealth:
         elements: number of measured elements.
         clip_fraction: share of elements whose code is clamped.
         code_usage: share of the spec's codes that are in use.
-        drift: current scale divided by the first scale; of several scales, the one that changed most.
+        drift: current scale divided by the first scale, for the scale that changed most.
         oscillation: share of weights whose code goes back and forth.
         saturated: share of elements whose gradient the straight-through estimator stops.
         note: why nothing was measured; "" if something was measured.
@@ -369,7 +369,7 @@ class HealthReport:
         return tuple(text for each in self.quantizers for text in each.warnings)
 
     def __getitem__(self, name: str) -> QuantizerHealth:
-        """The health of the quantizer with that full name."""
+        """The health of the quantizer with the full name ``name``."""
         rows = {each.name: each for each in self.quantizers}
         if name not in rows:
             raise SpecError(f"unknown quantizer {name!r}{closest(str(name), rows)} expected one of {list(rows)}")
@@ -525,7 +525,7 @@ def _examine(name: str, quantizer: FakeQuantize, weight: Tensor | None, on_batch
 
 
 def _unmeasured(row: QuantizerHealth, quantizer: FakeQuantize, weight: Tensor | None) -> QuantizerHealth | None:
-    """The row of a quantizer that cannot be measured; None if the quantizer can be measured."""
+    """The health of a quantizer that cannot be measured; None if the quantizer can be measured."""
     if not quantizer.enabled:
         return replace(row, note="disabled")
     if not isinstance(quantizer.mode, PerBatch) and not quantizer.is_initialized:
@@ -562,7 +562,7 @@ def _first_scale(quantizer: FakeQuantize, watcher: Watcher | None) -> NDArray[An
 
 
 def _drift(first: NDArray[Any] | None, now: NDArray[Any]) -> float | None:
-    """The ratio of the most changed scale to its first value; None if the number of scales has changed."""
+    """The current value of the most changed scale, divided by its first value; None if the number of scales changed."""
     if first is None or first.size != now.size or not now.size:
         return None
     ratio = now.reshape(-1).astype(np.float64) / first.reshape(-1)

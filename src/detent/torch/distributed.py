@@ -7,8 +7,9 @@
 
 Observers merge in rank order and ranges merge by MAX, so every process computes the same bits. Nothing is pickled. If
 one process skipped a collective, the others would hang. So a process that fails in calibration sends ``FAILED`` instead
-of its observers, and processes without data send empty ranges. Collectives use the default process group. Their tensors
-are on the CPU if the backend supports it, as gloo does, and otherwise on the device of the quantizers.
+of its observers, and processes without data send empty ranges. Collectives use the default process group. Tensors
+in collectives are on the CPU if the backend supports CPU tensors, as gloo does. Otherwise they are on the device of the
+quantizers.
 """
 
 import json
@@ -41,11 +42,11 @@ __all__ = ["merge_observers", "sync", "without_collectives"]
 FAILED = -1  # a process that failed sends this as the length of its data
 DESCRIPTION = "detent.calibration"  # metadata key for the settings of the quantizers
 MAX_DIFFERENCES_SHOWN = 10
-_compared: WeakKeyDictionary[nn.Module, ModelPlan] = WeakKeyDictionary()  # plans that were found equal on all processes
+_compared: WeakKeyDictionary[nn.Module, ModelPlan] = WeakKeyDictionary()  # model -> plan compared on all processes
 
 
 def merge_observers(observers: Mapping[str, Observer], model: nn.Module) -> dict[str, Observer]:
-    """Merge the observers of all processes by quantizer name; observers without data must be included."""
+    """Merge the observers of all processes by quantizer name; pass all observers, even those without data."""
     if process_count() == 1:
         return dict(observers)
     description = json.dumps(_describe(model, observers))
@@ -78,7 +79,7 @@ def without_collectives(model: nn.Module) -> Iterator[None]:
         yield
     except Exception:
         if process_count() > 1:
-            with suppress(RuntimeError):  # with a broken process group, the error of the body explains more
+            with suppress(RuntimeError):  # the error of the body explains more than this error
                 _gather(torch.tensor([FAILED]), model)
         raise
     finally:
@@ -153,7 +154,7 @@ def _check_synchronized(with_ema: list[FakeQuantize]) -> None:
 
 
 def _compare_once(model: nn.Module) -> None:
-    """Reject models that differ between processes: ranges would be mixed up, or the collective would hang."""
+    """Raise if the model differs between processes, because collectives would hang or mix up ranges."""
     if _compared.get(model) is plan_of(model):
         return
     description = json.dumps(_describe(model, {}))
@@ -163,7 +164,7 @@ def _compare_once(model: nn.Module) -> None:
         _check_same([json.loads(part) for part in _exchange(description.encode(), model)])
     if all(
         each.scale.numel() for each in quantizers_of(model).values()
-    ):  # otherwise compare again later, because some shapes are not known yet
+    ):  # if some shapes are not known yet, the next call compares again
         _compared[model] = plan_of(model)
 
 

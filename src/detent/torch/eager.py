@@ -1,7 +1,7 @@
 """Eager mode: the operations of ``detent.ops`` on plain tensors in CPU memory, by native kernels and without copies.
 
-Results have the memory order of x. There is no autograd. Arguments are not checked: call ``check`` to check that
-parameters fit x.
+Results have the memory order of x. No gradients are recorded. Arguments are not checked: to check that parameters fit
+x, call ``check``.
 """
 
 from typing import Any, cast
@@ -60,7 +60,7 @@ def fake_quantize_masked(x: Tensor, params: QuantParams, ste: Estimator, step: i
 
 
 def masked_backward(g: Tensor, mask: Tensor, order: Order, params: QuantParams) -> Tensor:
-    """The gradient of x, from the mask of ``fake_quantize_masked``."""
+    """The gradient of x, given the output gradient g and the mask of ``fake_quantize_masked``."""
     gradient = order.lay(g)
     gx = torch.empty_like(gradient)
     plan = _plan("fake_quantize_masked_backward", gradient, order.spec)
@@ -71,7 +71,7 @@ def masked_backward(g: Tensor, mask: Tensor, order: Order, params: QuantParams) 
 def backward(
     g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0, *, reuse: bool = False
 ) -> Tensor:
-    """The gradient of x; ``reuse`` permits overwriting g."""
+    """The gradient of x, given the output gradient g; ``reuse`` permits overwriting g."""
     order = order_of(x, params.spec)
     data, gradient = order.lay(x), order.lay(g)
     gx = gradient if reuse else torch.empty_like(gradient)
@@ -83,7 +83,7 @@ def backward(
 def learned_backward(
     g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, scale and zero point; gradients are summed in C order, whatever the memory order of x."""
+    """The gradients of x, scale and zero point; sums are in C order, whatever the memory order of x."""
     data, gradient = x.contiguous(), g.contiguous()
     plan = _plan("fake_quantize_learned_backward", data, params.spec, ste)
     gradients = plan.run(to_array(gradient), to_array(data), params, step=step)
@@ -103,8 +103,8 @@ def fake_quantize_dynamic(
 ) -> tuple[Tensor, QuantParams, int] | None:
     """Compute the range of x and fake-quantize x, in one pass over memory.
 
-    Returns the fake-quantized x, the parameters, and the number of non-finite elements; None if no kernel supports the
-    spec and the type of x.
+    Returns the fake-quantized x, the parameters, and the number of non-finite elements. Returns None if no kernel
+    supports the spec and the type of x.
     """
     order = order_of(x, spec)
     data = order.lay(x)

@@ -5,7 +5,7 @@ mark                                        replaced by
 =========================================== ===========================================================================
 activation                                  [Clip ->] QuantizeLinear -> DequantizeLinear
 weight                                      codes -> DequantizeLinear
-weight of a Linear with float input         codes [in, out] -> DequantizeLinear; weight-only kernels need this order
+weight of a Linear with float input         codes [in, out] -> DequantizeLinear; weight-only kernels need these axes
 weight that Gather reads                    codes -> Gather -> DequantizeLinear, or codes -> Gather -> Cast -> Mul
 bias of an 8-bit Conv or Gemm               int32 codes -> DequantizeLinear, with scale x_scale * weight_scale
 =========================================== ===========================================================================
@@ -38,7 +38,7 @@ from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["Lowering", "clean", "finalize"]
 
-MAX_IR_VERSION = 10  # later versions need newer runtimes
+MAX_IR_VERSION = 10  # files with a later IR version need newer runtimes
 BATCH = "batch"  # name of axis 0 if its size varies
 _TORCH_SYMBOL = re.compile(r"s\d+")  # torch's names for symbolic sizes that the user did not name
 
@@ -63,7 +63,7 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def finalize(model: ModelProto, version: str) -> ModelProto:
-    """Set versions that runtimes support, name axis 0, and remove the shapes of intermediate tensors, in place."""
+    """Change a model in place: set versions, name axis 0, and remove the shapes of intermediate tensors."""
     graph = model.graph
     kept = [(entry.domain, entry.version) for entry in model.opset_import if entry.domain != DOMAIN]
     del model.opset_import[:], graph.value_info[:]
@@ -101,7 +101,7 @@ class Lowering:
         self._writer = QdqWriter(self.graph, bounds=("lowest", "highest"), named_by_operator=True)
         self._new_nodes: list[NodeProto] = []
         self._removed: list[NodeProto] = []
-        self._qparams: dict[str, QdqParams] = {}  # parameters by output name of DequantizeLinear
+        self._qparams: dict[str, QdqParams] = {}  # output name of a DequantizeLinear node -> its parameters
 
     def run(self) -> ModelProto:
         """Replace all marks and return the model."""
@@ -161,8 +161,8 @@ class Lowering:
             )
         if not isinstance(spec.granularity, PerTensor | PerAxis):
             raise UnsupportedError(
-                f"{key} has granularity {spec.granularity}, whose scales depend on the batch: use per-tensor or "
-                "per-channel scales for activations"
+                f"{key} has granularity {spec.granularity}, whose number of scales depends on the batch: use "
+                "per-tensor or per-channel scales for activations"
             )
         if not spec.format.is_integer and self.target.runtime == "onnxruntime":
             raise UnsupportedError(
@@ -186,7 +186,7 @@ class Lowering:
             if of_weight:
                 container = target.weight_container(params.spec, depthwise=depthwise, least=min_bits)
             else:
-                # Clip has one bound for all channels, so per-channel codes must use the full range of their type
+                # Clip has no per-channel bounds, so per-channel codes must use the full range of their type
                 least = 4 if params.scale.ndim else BYTE
                 container = target.activation_container(format, least=least)
             qparams = QdqParams.of(params, container, rank)
@@ -202,7 +202,7 @@ class Lowering:
         return qparams
 
     def _weight(self, marks: list[NodeProto], key: str) -> None:
-        """Write the codes of a weight once, and replace each of its marks."""
+        """Write the codes of a weight once, and replace all marks of this weight."""
         weight, graph = self.marked.weights[key], self.graph
         tensor, rank = weight.tensor, len(weight.tensor.shape)
         readers = [node for mark in marks for node in graph.consumers(mark.output[0])]
@@ -323,8 +323,8 @@ def _check_no_marks(nodes: list[NodeProto]) -> None:
         if node.domain == DOMAIN:
             key = attribute_of(node, "key").decode()
             raise UnsupportedError(
-                f"{key} is used inside a loop or branch, where quantization cannot be exported: move the layer out, or "
-                "skip the layer in the recipe"
+                f"{key} is used inside a loop or branch, where quantization cannot be exported: move the layer out of "
+                "the loop or branch, or skip the layer in the recipe"
             )
         for body in subgraphs(node):
             _check_no_marks(body.node)

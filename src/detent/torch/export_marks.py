@@ -1,8 +1,8 @@
 """Export marks: custom operators that stand for the quantizers in an exported copy of a prepared model.
 
-A mark contains the name of its weight or activation quantizer. The copy is in evaluation mode, and its batch norms are
-folded. The mark of an activation has the data as input. The mark of a weight has no input, so that no float copy of the
-weight is exported. ``export_graph`` replaces marks by codes and Q/DQ nodes.
+A mark contains the full name of a weight or of an activation quantizer. The copy is in evaluation mode, and its batch
+norms are folded. The mark of an activation has the data as input. The mark of a weight has no input, so that no float
+copy of the weight is exported. ``export_graph`` replaces marks by codes and Q/DQ nodes.
 """
 
 from copy import deepcopy
@@ -53,7 +53,7 @@ class MarkedWeight:
 
 @dataclass(frozen=True)
 class Marked:
-    """A marked copy of a model, its weights by full name, and its activation quantizers by full name."""
+    """A marked copy of a model, and dicts from full names to its weights and to its activation quantizers."""
 
     model: nn.Module
     weights: dict[str, MarkedWeight]
@@ -61,7 +61,7 @@ class Marked:
 
 
 def copy_for_export(model: nn.Module) -> nn.Module:
-    """Copy a model to the CPU, in evaluation mode; if it is on the CPU already, the copy shares its parameters."""
+    """Copy a model to the CPU, in evaluation mode; the copy shares the parameters of a model on the CPU."""
     plan_of(model)
     parameters = list(model.parameters())
     if any(hasattr(each, "full_tensor") for each in parameters):
@@ -118,7 +118,7 @@ def _is_depthwise(layer: QuantizedLayer) -> bool:
 
 
 def fold_in(layer: QuantizedMatmul, fold: Fold) -> None:
-    """Fold the batch norm into the bias of the layer, and into its weight if the weight is not quantized."""
+    """Fold the batch norm into the layer's bias, and also into the layer's weight if this weight is not quantized."""
     if layer.quantizer("weight_quantizer") is None:
         layer.weight = nn.Parameter(fold.with_gain(layer.weight.detach()))
     layer.bias = nn.Parameter(fold.bias(layer.bias))

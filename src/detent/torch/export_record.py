@@ -20,9 +20,9 @@ from detent.torch.onnx_export import FIRST_OPSET, LAST_OPSET
 
 __all__ = ["ExportRecord"]
 
-WHERE = "export record"  # beginning of error messages
+WHERE = "export record"  # first words of each error message
 VERSION = 1
-MAX_ELEMENTS = 1 << 26  # in all example inputs together; an untrusted file decides how large they are
+MAX_ELEMENTS = 1 << 26  # maximum for all example inputs together; an untrusted file sets their shapes
 MAX_DEPTH = 8  # maximum nesting of dynamic_shapes
 MAX_SIZE = 1 << 62  # maximum size of an axis; torch uses larger values for "unlimited"
 EXPORTERS = ("torch", "onnxscript")
@@ -64,7 +64,7 @@ class ExportRecord:
         container: str | None,
         dynamic_shapes: Any | None,
     ) -> "ExportRecord":
-        """The record of an export with these arguments."""
+        """The record of an export with the given arguments."""
         named = example.items() if isinstance(example, Mapping) else (("", each) for each in example)
         inputs = tuple(ExampleInput(name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in named)
         try:
@@ -135,7 +135,7 @@ class ExportRecord:
         return ""
 
     def example(self) -> tuple[Tensor, ...] | dict[str, Tensor]:
-        """Make example inputs of zeros with the recorded shapes and types; call it only if ``problem`` is empty."""
+        """Make example inputs of zeros with the recorded shapes and types; allowed only if ``problem`` is empty."""
         tensors = [torch.zeros(each.shape, dtype=_DTYPES[each.dtype]) for each in self.inputs]
         names = [each.name for each in self.inputs]
         return dict(zip(names, tensors, strict=True)) if all(names) else tuple(tensors)
