@@ -1,4 +1,4 @@
-"""Entropy: the range whose quantized distribution is closest to that of the data (Kullback-Leibler divergence).
+"""Entropy: the range for which quantization changes the distribution of the data least, by Kullback-Leibler divergence.
 
 The histogram is resampled to 2048 equal bins. Each window of bins around zero is a candidate range, with two
 distributions. Distribution p is the mass inside the window; the mass outside is added to the first and last bin.
@@ -8,7 +8,7 @@ sums of counts ``c`` and of ``c log c`` give the divergence of all windows at on
 
 A window must contain at least nine tenths of the mass. Zeros are left out, because they are quantized without error,
 and q would spread the many zeros after a ReLU over a whole part. For symmetric specs, windows are symmetric. For affine
-specs, they have the proportions of the data's range.
+specs, windows have the same ratio of lower to upper bound as the data.
 """
 
 import numpy as np
@@ -23,8 +23,8 @@ Float64 = NDArray[np.float64]
 BINS = 2048
 EMPTY_BIN_MASS = 1e-4  # mass of an empty bin of q, which keeps KL finite
 ZERO_BIN_END = 2.0**-126  # smallest normal float32; smaller magnitudes count as zeros
-MIN_WINDOW_MASS = 0.9  # share of the mass; with less mass inside, any window has a small KL
-NEGLIGIBLE_MASS = 1e-9  # share of the mass; a bin with a smaller share counts as empty
+MIN_WINDOW_MASS = 0.9  # minimum share of the mass in a window; with less, any window has a small KL
+NEGLIGIBLE_MASS = 1e-9  # a bin with a smaller share of the mass counts as empty
 
 
 class Entropy(SearchObserver):
@@ -55,7 +55,7 @@ def _best_range(spec: QuantSpec, bins: Bins) -> tuple[float, float]:
         if below and above:
             below, above = -max(-below, above), max(-below, above)
         else:
-            codes = (codes + 1) // 2  # data of one sign use only half of the codes
+            codes = (codes + 1) // 2  # of a symmetric spec, data of one sign use only half of the codes
     if not bins.mass.size:
         return lo, hi
     zero = min(max(round(BINS * -below / (above - below)), int(below < 0)), BINS - int(above > 0))
@@ -78,7 +78,7 @@ def _spread(lower: Float64, upper: Float64, mass: Float64, edges: Float64) -> Fl
 
 
 def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> float:
-    """Return the window with the least divergence, as a share of the bins on each side of zero.
+    """Find the window with the least divergence; return which share of the bins on each side of zero is inside.
 
     ``zero`` is the number of bins below zero; None means half of all bins.
     """
@@ -103,7 +103,7 @@ def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> fl
     cuts = first[:, None] + np.arange(codes + 1) * size[:, None] // codes
     parts = np.diff(mass[cuts], axis=1)
     held = np.diff(filled[cuts], axis=1).astype(np.float64)
-    # The mass outside is added to the first or last bin, which may have been empty.
+    # The mass outside the window is added to the first or last bin, which may have been empty.
     held[:, 0] += (counts[first] == 0) & (low_mass > 0)
     held[:, -1] += (counts[last - 1] == 0) & (high_mass > 0)
     with np.errstate(all="ignore"):

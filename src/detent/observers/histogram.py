@@ -31,9 +31,9 @@ Counts = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 ROWS, FINITE_ROWS = 512, 510  # one row per sign and exponent; the two rows of infinity and NaN stay empty
 MAX_PRECISION = 10  # mantissa bits; with 10, the histogram of a parameter set needs up to 4 MiB
-WEIGHT_BITS = 24  # fractional bits of a fixed-point weight, as many as a float32 mantissa has
+WEIGHT_BITS = 24  # fractional bits of a fixed-point weight; float32 has as many mantissa bits
 FLOAT32_LIMIT = 2.0**128
-MASS_LIMIT = 2.0**62  # largest sum of all bins, so that sums fit in 64-bit integers
+MASS_LIMIT = 2.0**62  # the sum of all bins must be smaller, so that sums fit in 64-bit integers
 
 
 class Bins(NamedTuple):
@@ -103,7 +103,7 @@ class BinnedObserver(Observer):
         return bounds
 
     def _with_room_for(self, added: Counts) -> Counts:
-        """Return the counts as fixed-point weights; raise if their sum with ``added`` does not fit 64-bit integers."""
+        """Return the counts as fixed-point weights; raise if the sum of these and ``added`` does not fit int64."""
         counts = self._counts if self.weighted else _as_units(self._counts)
         total = float(counts.sum(dtype=np.float64)) + float(added.sum(dtype=np.float64))
         if total >= MASS_LIMIT:
@@ -157,8 +157,8 @@ class BinnedObserver(Observer):
         massless = ~mass.any(axis=1)
         if massless.any():
             raise NotCalibratedError(
-                f"{self!r} has observed only weights below 2^-{WEIGHT_BITS} in {int(massless.sum())} of "
-                f"{massless.size} parameter sets: multiply all weights by a large constant, or observe without weights"
+                f"{self!r} has observed only elements with a weight below 2^-{WEIGHT_BITS} in {int(massless.sum())} of "
+                f"{massless.size} parameter sets: multiply the argument weight by a large constant, or omit it"
             )
         occur = mass.any(axis=0)
         order = np.argsort(lower[occur], kind="stable")

@@ -83,7 +83,7 @@ class EMAMinMax(Observer):
         return mix_ranges((self._lo, self._hi), (lo, hi), decay)
 
     def merge(self, other: Self) -> Self:
-        """Merge another ``EMAMinMax``; its ``n`` batches count as observed after those of this one.
+        """Merge another ``EMAMinMax``, as if its ``n`` batches were observed after the batches of this observer.
 
         The weight of this observer's average becomes ``decay**n``. Merging is neither commutative nor associative.
 
@@ -115,7 +115,7 @@ MovingAverageMinMaxObserver = EMAMinMax
 
 
 def mix_ranges(old: tuple[Bounds, Bounds], new: tuple[Bounds, Bounds], decay: float) -> tuple[Bounds, Bounds]:
-    """Return the weighted average of two ranges; if only one of them has values, return that range."""
+    """Return the weighted average of two ranges; if only one of the ranges has values, return that range."""
     seen = old[0] <= old[1]
     if seen.all() and (new[0] <= new[1]).all():  # the usual case, in which every range has values
         kept, added = np.float32(decay), np.float32(1.0 - decay)
@@ -127,7 +127,7 @@ def mix_ranges(old: tuple[Bounds, Bounds], new: tuple[Bounds, Bounds], decay: fl
 
 
 def mix_seen_ranges(xp: AnyArray, old: Pair, new: Pair, decay: float, seen: AnyArray) -> Pair:
-    """Run ``mix_ranges`` on arrays of any library, also while tracing; ``seen`` marks where an old range exists."""
+    """Run ``mix_ranges`` on arrays of any library, also while tracing; ``seen`` is True where an old range exists."""
     empty = new[0] > new[1]
 
     def mix(before: AnyArray, after: AnyArray) -> AnyArray:

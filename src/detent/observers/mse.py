@@ -1,7 +1,7 @@
 """MSE: the range with the least quantization error, searched on a histogram of the data.
 
-The error is computed with the spec's format and its convention's scale rule, and with the scale rounded as it is
-stored. It includes clipping and rounding, integrated over the bins. The search varies the scale and, for affine specs,
+The error is computed as the spec quantizes: with its format, the scale rule of its convention, and the rounded scale.
+The error includes clipping and rounding, integrated over the bins. The search varies the scale and, for affine specs,
 the zero point::
 
     1. a coarse search from the scale of the min-max range downward, in half octaves; it stops where the clipping error
@@ -36,13 +36,13 @@ from detent.spec import QuantSpec, get_spec
 __all__ = ["MSE", "HistogramObserver", "best_params"]
 
 Float64 = NDArray[np.float64]
-COARSE_SCALES, COARSE_STEP = 41, 0.5  # number of scales, and octaves between them; down to 20 octaves below min-max
+COARSE_SCALES, COARSE_STEP = 41, 0.5  # 41 scales, half an octave apart, down to 20 octaves below min-max
 FINE_PER_OCTAVE, AFFINE_PER_OCTAVE = 32, 16  # scales per octave; affine specs also search the zero point
 MAX_MINIMA = 4  # number of local minima that are refined, because several may be similarly low
 NEIGHBORS = 9  # scales on each side of a minimum, including the minimum itself
 ZERO_POINTS = 33  # zero points in the first affine search: for 256 codes, every eighth
 SETS_AT_ONCE = 256  # parameter sets searched at a time, which bounds the memory
-CLIPPING_LEVELS = 2.0**15  # levels on each side of zero, so many that rounding errors are negligible
+CLIPPING_LEVELS = 2.0**15  # levels on each side of zero; rounding errors are negligible with so many
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Grid:
 
 
 def least_error(spec: QuantSpec, bins: Bins, norm: float, dtype: str) -> tuple[Float64, Float64]:
-    """Search for the range with the least error of each parameter set."""
+    """For each parameter set, search for the range with the least error."""
     _refuse_two_levels(spec)
     grid = Grid(spec, norm, np.dtype(dtype))
     search = _symmetric if spec.symmetric else _affine
@@ -146,7 +146,7 @@ def _descend(errors_at: Callable[[Float64], Float64], depth: Float64, per_octave
 
 
 def _least(errors: Float64, *candidates: Float64) -> list[Float64]:
-    """Return each parameter set's least error and its candidate; if errors are equal, the first (largest scale)."""
+    """Return the least error of each parameter set, and its candidate; on ties, the first (the largest scale)."""
     index = np.argmin(errors, axis=1)[:, None]
     return [np.take_along_axis(each, index, axis=1)[:, 0] for each in (errors, *candidates)]
 
@@ -162,8 +162,8 @@ def _minima(errors: Float64) -> NDArray[np.intp]:
 def _affine(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
     """Search for scale and zero point of an affine spec.
 
-    At most 33 evenly spaced zero points are tried; the search then repeats around the best ones, halving the spacing
-    each time.
+    At most 33 evenly spaced zero points are tried. Then the search repeats around the best of them, each time with half
+    the spacing.
     """
     low, high = grid.bounds
     lo, hi = np.minimum(bins.lo, 0.0)[:, None], np.maximum(bins.hi, 0.0)[:, None]
@@ -245,8 +245,8 @@ HistogramObserver = MSE
 def best_params(x: ArrayLike, spec: QuantSpec | Format | str) -> QuantParams:
     """Return the parameters with the least squared error of quantizing x, searched on the values of each parameter set.
 
-    The error is that of the spec's own quantizer; stochastic rounding is searched as ``half_even``. No scale is larger
-    than the min-max scale, and no error is larger than with the min-max parameters.
+    The error is computed with the spec's own rounding, or with ``half_even`` if that rounding is stochastic. No scale is
+    larger than the min-max scale, and no error is larger than with the min-max parameters.
 
     Raises:
         RangeError: x is empty or contains NaN or infinities.

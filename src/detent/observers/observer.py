@@ -56,7 +56,7 @@ def exclusive(method: Method) -> Method:
 
 
 class Range(NamedTuple):
-    """Lower and upper bounds, one pair per parameter set, in the granularity's scale shape."""
+    """Lower and upper bounds, one pair per parameter set; both arrays have the shape of the scales."""
 
     lo: Bounds
     hi: Bounds
@@ -70,7 +70,7 @@ class Observer(ABC):
     observed.
 
     Attributes:
-        granularity: which elements share a range.
+        granularity: determines which elements share a range.
         count: number of finite elements observed.
         nonfinite: number of NaN and infinite elements skipped.
     """
@@ -140,7 +140,7 @@ class Observer(ABC):
         return minmax(data, tiling)
 
     def _as_state(self, low: Bounds, high: Bounds) -> tuple[Bounds, Bounds]:
-        """Convert bounds to ``state_type``; raise if they overflow. (inf, -inf) means no finite values so far."""
+        """Convert bounds to ``state_type``; raise if they overflow. (inf, -inf) means that no value was finite."""
         if self.state_type == "float64":
             return low.astype(np.float64), high.astype(np.float64)
         with np.errstate(all="ignore"):
@@ -296,7 +296,7 @@ class Observer(ABC):
         return self
 
     def _load_arrays(self, arrays: Mapping[str, ArrayLike], counters: Mapping[str, int]) -> None:  # noqa: ARG002
-        """Replace the arrays with those of a state; if this raises a StateError, nothing has changed."""
+        """Replace the observer's arrays with those of a state; if this raises a StateError, nothing has changed."""
         self._lo, self._hi = self._checked_bounds(arrays["lo"], arrays["hi"]) if arrays else (None, None)
 
     def _checked_bounds(self, lo: ArrayLike, hi: ArrayLike) -> tuple[Bounds, Bounds]:

@@ -146,7 +146,7 @@ def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, is_si
 
 
 def _mark(batch: Batch, observers: Mapping[str, Observer], *, is_single: bool) -> int:
-    """Return a checksum of those arrays in a batch that are observed."""
+    """Return a checksum of the observed arrays in a batch."""
     checksum = 0
     for name in observers:
         array = np.ascontiguousarray(batch if is_single else batch[name])  # type: ignore[call-overload, index]
@@ -224,7 +224,7 @@ def _save(path: Path, observers: Mapping[str, Observer], header: _ResumeHeader) 
 
 
 def _load(path: Path, observers: Mapping[str, Observer]) -> _ResumeHeader:
-    """Load the observers' state from the file, and return its header."""
+    """Load the observers' state from the resume file, and return the header of the file."""
     arrays, metadata = storage.read(path)
     with reading(f"{path} is not a calibration resume file"):
         data = parse(metadata[METADATA], f"the entry {METADATA!r} of {path}")

@@ -77,7 +77,7 @@ def _weighted_percentiles(bins: Bins, percent: float) -> NDArray[np.float64]:
 
 
 def _elements(bins: Bins, rank: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return each parameter set's element at a rank; elements are treated as evenly spread over their bin."""
+    """Return the element at a rank in each parameter set; elements are treated as evenly spread over their bin."""
     values = np.empty(len(bins.mass))
     for i, mass in enumerate(bins.mass):
         after = np.cumsum(mass)

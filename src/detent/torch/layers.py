@@ -102,7 +102,7 @@ class Convolution:
 
 
 class Quantizer(nn.Module):
-    """Placeholder module for a quantizer, before operations that are not layers, such as matmul, add or cat.
+    """Placeholder for a quantizer: call it on the input of an operation that is not a layer, such as matmul or add.
 
     Data pass unchanged until ``qt.prepare`` gives the module the ``input`` spec of the matching rule.
 
@@ -120,11 +120,11 @@ class Quantizer(nn.Module):
 class LayerKind:
     """Weights, inputs and computation of a layer type."""
 
-    weights: Mapping[str, int]  # output-channel axis by weight name; in a rule, axis 0 means this axis
+    weights: Mapping[str, int]  # weight name -> output-channel axis, which a rule calls axis 0
     inputs: int = 1  # number of leading arguments of forward that are float data
-    shares_input: bool = False  # whether all inputs, often the same tensor, share one quantizer
+    shares_input: bool = False  # whether all inputs share one quantizer; they are often the same tensor
     matmul: Callable[[Any], Matmul] | None = None  # if None, the module's own forward runs
-    names: Callable[[Any], Iterator[str]] | None = None  # weight names of a module, if their number varies
+    names: Callable[[Any], Iterator[str]] | None = None  # yields the weight names, if their number varies
 
     def weight_names(self, module: nn.Module) -> list[str]:
         """The names of this module's weights."""
@@ -158,7 +158,7 @@ _KINDS: dict[type[nn.Module], LayerKind] = {
     nn.Linear: LayerKind({"weight": 0}, matmul=lambda _: Linear()),
     nn.modules.linear.NonDynamicallyQuantizableLinear: LayerKind(
         {"weight": 0}, inputs=0
-    ),  # the output projection of attention
+    ),  # the class of the output projection in nn.MultiheadAttention
     nn.Bilinear: LayerKind({"weight": 0}, inputs=2),
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), LayerKind({"weight": 0}, matmul=_convolution)),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), LayerKind({"weight": 1})),
@@ -171,7 +171,7 @@ _KINDS: dict[type[nn.Module], LayerKind] = {
 def register_layer(
     layer: type[nn.Module], weights: Mapping[str, int] | tuple[str, ...], *, inputs: int = 1
 ) -> type[nn.Module]:
-    """Register a layer class of your own, so that ``qt.prepare`` quantizes it.
+    """Register your own layer class, so that ``qt.prepare`` quantizes layers of this class.
 
     Args:
         layer: the class; subclasses are included unless they are registered themselves.
@@ -216,7 +216,7 @@ def kind_of(layer: nn.Module | type[nn.Module]) -> LayerKind | None:
 
 
 def runs_as_matmul(layer: type[nn.Module]) -> bool:
-    """Whether a class computes exactly the matmul of its registered base class, without a forward of its own."""
+    """Whether a class computes exactly the matmul of its registered base class, and has no forward of its own."""
     base = next((each for each in layer.__mro__ if each in _KINDS), None)
     if base is None or _KINDS[base].matmul is None:
         return False
@@ -226,7 +226,7 @@ def runs_as_matmul(layer: type[nn.Module]) -> bool:
 class Operand(NamedTuple):
     """Quantization settings for one operand of a matmul."""
 
-    values: Values | None  # the params contain the learned values; None keeps the operand in float
+    values: Values | None  # None if the operand stays float
     ste: Estimator
     step: int = 0  # counter of stochastic rounding
 
@@ -239,13 +239,13 @@ class Operand(NamedTuple):
         return x if self.values is None else apply(x, Values(self.values.params), self.ste, self.step)
 
     def for_backward(self) -> "Operand":
-        """A copy of the operand for backward, without tensors of the autograd graph."""
+        """Return a copy of the operand for backward that contains no tensors of the autograd graph."""
         if self.values is None or not self.values.is_learned:
             return self
         return self._replace(values=self.values.without_graph())
 
     def learned(self) -> tuple[Tensor | None, Tensor | None]:
-        """The learned scale and zero point; None for a constant."""
+        """The learned scale and the learned zero point; each is None if it is not learned."""
         return (None, None) if self.values is None else (self.values.scale, self.values.zero_point)
 
 
@@ -255,14 +255,14 @@ class QuantizedWeight(NamedTuple):
     operand: Operand
     factor: Tensor | None  # factor of a folded batch norm, see ``unfused_weight``
     tensor: Tensor  # the fake-quantized weight
-    keep: bool = False  # whether ``tensor`` stays in memory; otherwise backward quantizes again
+    keep: bool = False  # whether ``tensor`` stays in memory; if not, backward computes it again
 
     def requantize(self, weight: Tensor) -> Tensor:
         """Compute ``tensor`` again from the float weight, in scratch memory."""
         return unfused_weight(weight, self.factor, lambda w: self.operand.quantize(w, "weight"), in_place=True)
 
     def quantize_again(self, weight: Tensor) -> Tensor:
-        """Requantize differentiably, for second derivatives; a weight that is a constant is returned unchanged."""
+        """Requantize differentiably, for second derivatives; return a constant weight unchanged."""
         if self.keep and self.operand.values is None:
             return weight
         return unfused_weight(weight, self.factor, self.operand.quantize_again)

@@ -1,6 +1,6 @@
 """ModelPlan: what a recipe will quantize in a model, before anything runs.
 
-Each layer has one line with its rule, specs and bytes, and with the reason if the layer is kept in float.
+The printed plan has one line per layer: its rule, specs and bytes, or the reason why the layer is kept in float.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ class LayerPlan:
         type: name of the layer's class.
         rule: index of the rule that applies; None if no rule matches.
         reason: why the layer is kept in float; "" if it is quantized.
-        weights: spec of each quantized weight, by weight name.
+        weights: dict from weight names to specs, for the quantized weights.
         input: spec of the layer's input; None if it stays float.
         output: spec of the layer's output; None if it stays float.
         mode: scale mode of the activations.
@@ -52,7 +52,7 @@ class LayerPlan:
         ste: straight-through estimator; None uses the gradient mask of the spec's convention.
         observer: observer for calibration; None leaves the choice to ``qt.calibrating``.
         norm: full name of the batch norm that is folded into the layer; "" if no batch norm is folded.
-        tied: for each weight shared with an earlier layer, the full name of the weight in that layer.
+        tied: dict for weights shared with an earlier layer, from the weight name to the full name in that layer.
         nbytes_before: bytes of the float weights; a tied weight counts only in its first layer.
         nbytes_after: bytes of the quantized weights; a tied weight counts only in its first layer.
     """
@@ -136,7 +136,7 @@ class ModelPlan(PlanTotals[LayerPlan]):
                 ax.text(0, row, " float", va="center", color="gray")
         ax.set_xlabel("bits")
         ax.set_title(f"{len(self.quantized)} of {len(self.layers)} layers quantized")
-        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))  # next to the bars
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))  # to the right of the bars
         return ax
 
 
@@ -196,9 +196,9 @@ def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
 
 
 def _rule_layers(candidates: list[tuple[str, nn.Module, LayerKind | None]]) -> list[Layer]:
-    """Describe each layer for rules: its name, its types, and whether it is the first or last layer with weights."""
+    """Describe each layer by its name, its types, and whether it is the first or last layer with weights."""
     weighted = [name for name, _, kind in candidates if kind is not None and (kind.weights or kind.names)]
-    # if no type is registered, all layers stay float
+    # without registered layers, unregistered layers count, although they stay float
     weighted = weighted or [name for name, _, kind in candidates if kind is None]
     first, last = (weighted[0], weighted[-1]) if weighted else ("", "")
     return [
@@ -212,7 +212,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind | 
     for name, module in model.named_modules():
         kind = kind_of(module)
         if isinstance(module, ParametrizationList):
-            continue  # part of a layer that is listed
+            continue  # belongs to a layer, which is listed itself
         if any(isinstance(each, UninitializedParameter) for each in module._parameters.values()):
             raise SpecError(
                 f"{name or 'the model'} is a lazy module whose weights do not exist yet: run a batch through the model "
@@ -330,7 +330,7 @@ def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple
 
 
 def _with_norms(lines: list[LayerPlan], model: nn.Module) -> Iterator[LayerPlan]:
-    """Add the batch norms that are folded into layers; layers with tied weights fold no batch norm."""
+    """Add to each line the batch norm that is folded into the layer; layers with tied weights fold no batch norm."""
     folds, modules = find_folds(model), dict(model.named_modules())
     owners = {owner for line in lines for owner in line.tied.values()}
     for line in lines:

@@ -39,12 +39,12 @@ _log = logging.getLogger(__name__)
 Ranges = dict[str, tuple[Any, Any]]
 Example = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-FIRST_OPSET, LAST_OPSET = 18, 23  # torch writes 18 and later without conversion; 23 is the last for our IR version
-TORCH_MIN_SIZE = 2  # torch's lower bound for every symbolic size
+FIRST_OPSET, LAST_OPSET = 18, 23  # torch writes opset 18 and later directly; IR version 10 allows up to 23
+TORCH_MIN_SIZE = 2  # the lower bound that torch sets for every symbolic size
 UNLIMITED = 1 << 31  # torch uses an upper bound of at least this value for a size without limit
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _LOOP_OPERATORS = ("lstm", "gru")  # recurrent operators for which torch can trace a loop of any length
-_LOOP_MODULE = "torch.export._patches"  # older versions of torch have no such module
+_LOOP_MODULE = "torch.export._patches"  # missing in older versions of torch
 
 
 def export_onnx(
@@ -178,7 +178,7 @@ def _arguments(example: object) -> Arguments:
 
 
 def _run_once(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[nn.Module, list[str]]:
-    """Run a copy of the model on the example, so that the model's own errors appear first.
+    """Run a copy of the model on the example, so that errors of the model appear before those of the exporter.
 
     Returns the copy and the output names.
     """
@@ -212,7 +212,7 @@ def _exported(
     opset: int,
     outputs: list[str],
 ) -> "ModelProto":
-    """Export the marked model; by default the size of axis 0 varies, unless torch's exporter rejects this."""
+    """Export the marked model; if ``dynamic_shapes`` is None, axis 0 varies unless torch's exporter rejects this."""
     args, kwargs = example
     shapes = _free_axes(marked.model, args, kwargs) if dynamic_shapes is None else dynamic_shapes
     try:
@@ -222,7 +222,7 @@ def _exported(
             raise _exporter_error(marked.model, error) from error
         try:
             model, ranges = run_exporter(marked.model, example, opset, None, outputs)
-        except Exception:  # noqa: BLE001 - the model's code may raise anything, and the first error explains more
+        except Exception:  # noqa: BLE001 - models may raise anything; raise the first error instead
             raise _exporter_error(marked.model, error) from error
     if dynamic_shapes is None:
         _warn_of_limits(model, ranges)
@@ -260,8 +260,8 @@ def run_exporter(
 def _ranges(program: torch.export.ExportedProgram) -> Ranges:
     """The ranges of the symbolic sizes, after all steps of the exporter.
 
-    ``range_constraints`` are from the first step. Later steps may fix a size, and only the shape environment records
-    this.
+    ``range_constraints`` has the ranges of the first step. If a later step fixes a size, only the shape environment
+    records the new range.
     """
     sizes = dict(program.range_constraints)
     modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in program.graph.nodes)
@@ -292,7 +292,7 @@ def _warn_of_limits(model: "ModelProto", ranges: Ranges) -> None:
 
 
 def _exporter_error(model: nn.Module, error: Exception) -> UnsupportedError:
-    """The error with the first line of the exporter's message, and with the names of recurrent layers."""
+    """Make an error from the first line of the exporter's message and the names of recurrent layers."""
     cause: BaseException = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     message = lines[0] if lines else type(cause).__name__
@@ -309,8 +309,8 @@ def _exporter_error(model: nn.Module, error: Exception) -> UnsupportedError:
 def _recurrent_loops(shapes: Any) -> Iterator[None]:
     """Trace recurrent layers as loops of any length in all steps of the exporter, if a size varies.
 
-    torch does this only in its first step, and caches the chosen kernels. Without this context, the first export of a
-    process differs from later exports, and later steps unroll the layer to the length of the example.
+    torch traces loops only in the exporter's first step, and caches the chosen kernels. Without this context, the first
+    export of a process differs from later exports, and later steps unroll the layer to the length of the example.
     """
     operators = [getattr(torch.ops.aten, name).input for name in _LOOP_OPERATORS]
 

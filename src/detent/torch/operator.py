@@ -1,12 +1,12 @@
 """Fake quantization as a differentiable operation on tensors.
 
 Native kernels process plain tensors in CPU memory and save one bit per element for the backward pass. Under
-``torch.compile``, ``torch.export`` and ``torch.func``, and on other devices, the reference kernels run in torch
-operations (``traced``), which a compiler can fuse. Native kernels and torch operations give the same bits. The backward
-pass uses a straight-through estimator (STE) from ``detent.ste``. Learned scales and zero points receive the gradients
-of LSQ (Esser et al. 2020) and LSQ+ (Bhalgat et al. 2020).
+``torch.compile``, ``torch.export`` and ``torch.func``, and on devices other than the CPU, the reference kernels run in
+torch operations (``traced``), which a compiler can fuse. Native kernels and torch operations give the same bits. The
+backward pass uses a straight-through estimator (STE) from ``detent.ste``. Learned scales and zero points receive the
+gradients of LSQ (Esser et al. 2020) and LSQ+ (Bhalgat et al. 2020).
 
-``torch.ops.detent.fake_quantize`` is fake quantization in PyTorch's operator registry, for code that writes or reads
+``torch.ops.detent.fake_quantize`` is the same operation in PyTorch's operator registry, for code that writes or reads
 graphs. Its arguments are tensors, strings and integers. It supports meta and fake tensors, gradients and
 ``torch.vmap``. In a graph, it stays one node, while ``torch.compile`` decomposes and fuses ``qt.fake_quantize``.
 """
@@ -59,12 +59,13 @@ def fake_quantize(
     ste: EstimatorLike = None,
     step: int = 0,
 ) -> Tensor:
-    """Fake-quantize a tensor, bit-exact with ``detent.fake_quantize`` and with straight-through gradients.
+    """Fake-quantize a tensor to the same bits as ``detent.fake_quantize``; gradients are straight-through.
 
     Args:
         x: float data.
-        params: ``QuantParams`` that fit the shape of x, or a spec, for which the range of x determines the parameters.
-            Compilers cannot trace a spec as text: under ``torch.compile``, pass ``dt.QuantSpec.parse(text)``.
+        params: ``QuantParams`` that fit the shape of x, or a spec. With a spec, the range of x determines the
+            parameters. Compilers cannot trace a spec as text: under ``torch.compile``, pass
+            ``dt.QuantSpec.parse(text)``.
         scale: tensor that replaces the scale of ``params`` and receives the gradient of the scale (LSQ).
         zero_point: tensor that replaces the zero point of ``params`` and receives the gradient of the zero point
             (LSQ+). The forward pass rounds and clamps this tensor.
@@ -74,7 +75,8 @@ def fake_quantize(
 
     Raises:
         ShapeError, DtypeError, ParamsError, SpecError: an argument has the wrong shape, type or value.
-        RangeError: params is a spec, and x is empty or contains NaN or infinities; torch operations do not check this.
+        RangeError: ``params`` is a spec, and x is empty or contains NaN or infinities. Under
+            ``torch.compile`` and ``torch.func``, and on devices other than the CPU, x is not checked.
 
     >>> import detent as dt, detent.torch as qt, torch
     >>> x = torch.tensor([0.3, 0.9, 99.0], requires_grad=True)
@@ -110,7 +112,7 @@ def _fake_quantize_by_range(
 
 
 class Values(NamedTuple):
-    """Parameters, and the tensors that replace scale and zero point if these are learned."""
+    """Parameters; a learned scale or zero point replaces that of ``params``."""
 
     params: QuantParams
     scale: Tensor | None = None
@@ -170,7 +172,7 @@ def apply_traced(
 
 
 def params_with(values: Values) -> QuantParams:
-    """The params with the values of the learned tensors; the shapes may differ in axes of length 1."""
+    """The params with the values of the learned tensors, which may have more or fewer axes of length 1."""
     params, spec = values.params, values.params.spec
     scale, zero_point = params.scale, params.zero_point
     if values.scale is not None:
@@ -188,7 +190,7 @@ def check_finite_zero_point(zero_point: Tensor) -> None:
 
 
 def rounded_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
-    """The learned zero points that forward uses: rounded half to even, and clamped."""
+    """The learned zero points as forward uses them: rounded half to even, and clamped."""
     rounded: Tensor = scale_rule.whole_zero_point(xp, spec, zero_point.detach())
     return rounded
 
@@ -196,7 +198,7 @@ def rounded_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
 def _in_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> Any:
     if value.numel() != int(np.prod(shape)):
         raise ShapeError(
-            f"got {name} of shape {tuple(value.shape)}, expected {shape}, as in params: pass a {name} of that shape"
+            f"got {name} of shape {tuple(value.shape)}, expected {shape}, as in params: pass a {name} of shape {shape}"
         )
     array = to_array(on_cpu(value)).reshape(shape)
     if not np.isfinite(array).all():
@@ -237,7 +239,7 @@ def check_second_derivatives(ste: Estimator, *, learned: bool = False) -> None:
 
 
 def learned_derivative_error() -> UnsupportedError:
-    """The error for second and forward-mode derivatives of learned scales."""
+    """Make the error for requests of second or forward-mode derivatives of learned scales."""
     return UnsupportedError(
         "learned scales have no second or forward-mode derivatives: use another scale mode, or freeze the scales with "
         "scale_shift.requires_grad_(False)"
@@ -245,7 +247,7 @@ def learned_derivative_error() -> UnsupportedError:
 
 
 def _linear(g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Select elements of g by a function; differentiable in g if autograd records this backward pass."""
+    """Select elements of g by ``function``; the result is differentiable if autograd records this backward pass."""
     if not is_differentiated_twice():
         return function(g)
     selected: Tensor = _Selection.apply(g, function)
@@ -253,7 +255,7 @@ def _linear(g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Selection(torch.autograd.Function):
-    """A linear function that selects elements and is therefore its own derivative."""
+    """Apply a function that selects elements; its derivative selects the same elements."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -268,7 +270,7 @@ class _Selection(torch.autograd.Function):
 def learned_gradients(
     g: Tensor, x: Tensor, values: Values, ste: Estimator, step: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x, scale and zero point, each in the shape and dtype of its tensor; None for a constant."""
+    """The gradients of x, scale and zero point, in the shapes and dtypes of these tensors; None if not learned."""
     kernel_ste = Identity() if isinstance(ste, Custom) else ste
     gx, *parts = eager.learned_backward(g, x, values.params, kernel_ste, step)
     if isinstance(ste, Custom):
@@ -371,7 +373,7 @@ class _CompiledFakeQuantize(torch.autograd.Function):
 
 
 class _TracedFakeQuantize(_CompiledFakeQuantize):
-    """``_CompiledFakeQuantize`` with second and forward-mode derivatives, for ``torch.func`` and other devices."""
+    """``_CompiledFakeQuantize`` with second and forward-mode derivatives, for ``torch.func`` and devices like CUDA."""
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -400,9 +402,9 @@ class _TracedFakeQuantize(_CompiledFakeQuantize):
 
 
 class _TracedGradient(torch.autograd.Function):
-    """The gradient of x by the STE, as a function of g.
+    """The gradient of x by the STE, as a function of the output gradient g.
 
-    The function is elementwise and linear, so its backward and jvp are the same function.
+    The function is elementwise and linear in g, so its backward and its jvp are the same function.
     """
 
     generate_vmap_rule = True
@@ -538,7 +540,7 @@ registered_fake_quantize.register_autograd(_gradient, setup_context=_setup)
 
 
 def _one_by_one(operation: Any, tensors: int) -> Any:
-    """A vmap rule that runs the operation on each slice; the granularity refers to the axes of a slice."""
+    """Make a vmap rule that runs the operation on each slice; the granularity refers to the axes of a slice."""
 
     def run(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         def pick(i: int, j: int) -> Any:

@@ -43,25 +43,26 @@ __all__ = ["ParameterState"]
 
 Array = NDArray[Any]
 MIN_GROWTH = 2.0**-10  # minimum of scale / initial_scale, so that a learned scale stays positive
-MAX_EXTRA_STATE_BYTES = 1 << 16  # JSON of one quantizer in an untrusted checkpoint; about 500 bytes are usual
+MAX_EXTRA_STATE_BYTES = 1 << 16  # limit for untrusted checkpoints; a quantizer usually has about 500 bytes
 _ONE = np.ones((), np.uint8)
 
 
 class _Memo:
-    """Cached values.
+    """Cached values of a module.
 
-    They are not attributes of the module, where setting an attribute takes longer than quantizing a small tensor.
+    The values are not attributes of the module, because setting an attribute of a module takes longer than quantizing a
+    small tensor.
     """
 
     __slots__ = ("arrays", "forwards", "params")
 
     def __init__(self, params: QuantParams | None = None) -> None:
         self.params = params  # params last read from or written to the buffers
-        self.arrays: dict[str, tuple[Tensor, int, Array]] = {}  # by buffer name: tensor, its address, its memory
+        self.arrays: dict[str, tuple[Tensor, int, Array]] = {}  # buffer name -> (buffer, address, array)
         self.forwards = 0  # training forward passes since the last ``qt.sync``
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Memo, (self.params,)  # the arrays are not copied, because a copy has its own buffers
+        return _Memo, (self.params,)  # without arrays, because a copied module has its own buffers
 
 
 class ParameterState(nn.Module):
@@ -165,7 +166,7 @@ class ParameterState(nn.Module):
 
     @property
     def absorbs_gain(self) -> bool:
-        """Whether scales can absorb per-channel factors of the data, so that only the signs of codes may change."""
+        """Whether scales can absorb per-channel factors of the data; then only the signs of codes may change."""
         spec = self.spec
         is_constant = isinstance(self.mode, Learned | Fixed)
         return is_constant and spec.granularity == PerAxis(0) and spec.symmetric and spec.qmin == -spec.qmax
@@ -261,7 +262,7 @@ class ParameterState(nn.Module):
         return self
 
     def hold(self, params: QuantParams) -> None:
-        """Keep the parameters of a batch in the buffers, or only in the cache if the shapes do not match.
+        """Keep the parameters of a batch in the buffers; if their shape differs from the buffers, only in the cache.
 
         The shape of per-token parameters varies between batches.
         """
@@ -273,7 +274,7 @@ class ParameterState(nn.Module):
     def hold_traced(self, scale: Tensor, zero_point: Tensor) -> None:
         """Keep the parameters of a batch in the buffers, in torch operations.
 
-        If samples have separate parameters under ``vmap``, these are not kept.
+        Under ``vmap``, the parameters are not kept if each sample has its own.
         """
         if self.scale.shape != scale.shape or is_batched_beyond(scale, self.scale):
             return
@@ -296,7 +297,7 @@ class ParameterState(nn.Module):
         return params
 
     def _params_from(self, lo: Array, hi: Array) -> QuantParams:
-        """The parameters for a range; ``from_range`` is slower, and is called only to raise an error."""
+        """The parameters for a range; ``from_range``, which is slower, is called only to raise an error."""
         dtype = self._scale_dtype
         if not (lo <= hi).all():
             return QuantParams.from_range(self.spec, lo, hi, dtype=dtype)
@@ -350,13 +351,13 @@ class ParameterState(nn.Module):
         self._memo.params = params
 
     def _copy_traced(self, scale: Tensor, zero_point: Tensor) -> None:
-        """Write scale and zero point to the buffers in torch operations; ``params`` later detects the change."""
+        """Write scale and zero point to the buffers in torch operations; reading ``params`` detects the change."""
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
         self.initialized.fill_(1)
 
     def _write(self, name: str, values: Array | float) -> None:
-        """Write values to a buffer on any device; shapes may differ by axes of length 1."""
+        """Write values to a buffer on any device; values and buffer may differ in their number of axes of length 1."""
         buffer: Tensor = self._buffers[name]  # type: ignore[assignment]  # names are buffers
         array = np.asarray(values)
         if array.size == buffer.numel():
@@ -380,7 +381,7 @@ class ParameterState(nn.Module):
     # Moves, copies and checkpoints
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the state to another device, but keep its dtype: half-precision models need precise scales."""
+        """Move the state to another device, but keep its dtype, because half-precision models need precise scales."""
 
         def keep_type(tensor: Tensor) -> Tensor:
             moved = fn(tensor)

@@ -50,7 +50,7 @@ class _Prepared:
 
     plan: ModelPlan
     hooks: list[Any]
-    nested: list[nn.TransformerEncoder]  # encoders whose use_nested_tensor was set to False
+    nested: list[nn.TransformerEncoder]  # encoders whose use_nested_tensor was True before
     frozen: bool = False
 
 
@@ -110,13 +110,13 @@ def _change_other_classes(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             _set_class(module, quantized_class(type(module)))
-        # attention reads the weight of out_proj, which is quantized only inside the forward of a quantized layer
+        # attention reads out_proj.weight, which returns quantized values only inside the forward of a quantized layer
         elif isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, QuantizedLayer):
             _set_class(module, quantized_class(float_class_of(module)))
 
 
 def _disable_fused_paths(model: nn.Module) -> tuple[list[Any], list[nn.TransformerEncoder]]:
-    """Turn off PyTorch's fused paths; return the hooks, and the encoders whose use_nested_tensor was set to False."""
+    """Turn off PyTorch's fused paths; return the new hooks, and the encoders whose use_nested_tensor was changed."""
     nested = [each for each in model.modules() if isinstance(each, nn.TransformerEncoder) and each.use_nested_tensor]
     for encoder in nested:
         encoder.use_nested_tensor = False  # nested tensors have no shape
@@ -163,7 +163,7 @@ def _quantizer_names(layer: LayerPlan, module: nn.Module) -> list[str]:
 def _make_quantizers(
     layer: LayerPlan, module: nn.Module, shared: dict[int, FakeQuantize], *, sync: bool
 ) -> dict[str, FakeQuantize]:
-    """Make the quantizers of a layer, by name; ``shared`` maps ids of weights to quantizers, for tied weights."""
+    """Return a dict of new quantizers for a layer; ``shared`` maps ids of weights to quantizers, for tied weights."""
     first = next((each for each in module.parameters() if each.is_floating_point()), None)
     device, dtype = (torch.device("cpu"), torch.float32) if first is None else (first.device, scale_dtype(first))
     quantizers = {}
@@ -341,7 +341,7 @@ def quantizers_of(model: nn.Module) -> dict[str, FakeQuantize]:
 
 
 def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, FakeQuantize]]:
-    """List (full name, layer, name, quantizer) for every quantized weight; a tied weight occurs once per name."""
+    """List (full name, layer, weight name, quantizer) for each quantized weight; tied weights occur under each name."""
     weights = []
     for prefix, layer in model.named_modules():
         if not isinstance(layer, QuantizedLayer):
@@ -362,7 +362,7 @@ def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, Fake
 
 @contextmanager
 def evaluating(model: nn.Module, watcher: WatcherFunction | None = None) -> Iterator[None]:
-    """Switch to evaluation mode, and set the watcher of every quantizer if one is given; restore both on exit."""
+    """Switch the model to evaluation mode, and give each quantizer the watcher, if any; undo both on exit."""
     modes = {module: module.training for module in model.modules()}
     quantizers = [] if watcher is None else list(quantizers_of(model).values())
     watchers = [quantizer.watcher for quantizer in quantizers]

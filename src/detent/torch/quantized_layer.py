@@ -102,7 +102,7 @@ class QuantizedLayer(nn.Module):
         return parameter if quantizer is None or quantizer.is_passing else quantizer(parameter)
 
     def weight_quantizer_of(self, name: str) -> FakeQuantize:
-        """The quantizer of a weight, enabled or not."""
+        """The quantizer of a weight, even if it is disabled."""
         module = self._modules.get(f"{name}_quantizer")
         if not isinstance(module, FakeQuantize):
             raise UnsupportedError(
@@ -111,7 +111,7 @@ class QuantizedLayer(nn.Module):
         return module
 
     def float_weight(self, name: str) -> Tensor:
-        """The float data whose codes are exported."""
+        """The float weight that is quantized for export."""
         return full_tensor(self._parameter(name).detach())
 
     def exported_weight(self, name: str) -> QuantizedTensor:
@@ -131,7 +131,7 @@ _counter_lock = threading.Lock()
 
 
 def _count_forwards(layers: list[QuantizedLayer], change: int) -> None:
-    """Count a forward pass that begins (1) or ends (-1) in these layers; several threads may run the same layer."""
+    """Add 1 at the beginning or -1 at the end of a forward pass to each layer's count, which all threads share."""
     if torch.compiler.is_compiling():  # compilers cannot trace a lock; a trace runs in one thread
         for layer in layers:
             layer._forwards += change
@@ -269,7 +269,7 @@ class QuantizedMatmul(QuantizedLayer):
 
         if quantizer.is_stochastic or not quantizer.is_ready or is_recorded():  # cannot be cached
             return make(False)
-        if quantizer.is_learned:  # each forward pass needs the values in its graph, even if the weight is cached
+        if quantizer.is_learned:  # each autograd graph needs learned values, even if the weight is cached
             factor = self._factor(weight, quantizer)
             learned = quantizer.values_for(weight if factor is None else weight.detach() * factor)
         fold = None if self.fold is None or quantizer.absorbs_gain else self.fold
@@ -301,7 +301,7 @@ class QuantizedMatmul(QuantizedLayer):
     # The exported weight
 
     def float_weight(self, name: str) -> Tensor:
-        """The float data whose codes are exported: ``w * g``, or ``w`` if the scales absorb the gain."""
+        """The float weight that is quantized for export: ``w * g``, or ``w`` if the scales absorb the gain."""
         weight, fold = super().float_weight(name), self.fold
         return weight if fold is None or self.weight_quantizer_of(name).absorbs_gain else fold.with_gain(weight)
 
@@ -348,7 +348,7 @@ class WeightCache:
     """
 
     def __init__(self) -> None:
-        self._key: object = None  # key of the last weight
+        self._key: object = None  # key of the last weight that was asked for
         self._checksum = 0
         self._quantized: QuantizedWeight | None = None
         self._repeats = False  # whether the previous weight was used more than once

@@ -11,14 +11,15 @@ Fixed       stored parameters                  stored parameters                
 Learned     stored parameters, with gradients  stored parameters, with gradients  this batch sets the parameters
 =========== ================================== ================================== ====================================
 
-In evaluation, modes other than PerBatch raise NotCalibratedError if there are no parameters yet. Attributes change this
-table. With ``observing=False``, training works like evaluation. With ``sync=True``, as in distributed training, only
-``qt.sync`` updates the EMA range, with the ranges of all forward passes since the last ``qt.sync``. During calibration
-or a delay, data pass unchanged: calibration observes the data, and during a delay the data update EMA ranges.
+In evaluation, modes other than PerBatch raise NotCalibratedError if there are no parameters yet. Some attributes change
+the behavior in this table. With ``observing=False``, training works like evaluation. With ``sync=True``, as in
+distributed training, only ``qt.sync`` updates the EMA range, with the ranges of all forward passes since the last
+``qt.sync``. During calibration or a delay, data pass unchanged: calibration observes the data, and during a delay the
+data update EMA ranges.
 
-Native kernels cannot read tensors in ``torch.compile`` and ``torch.export``, under ``torch.func``, or on other devices.
-For such tensors, ``traced_values_for`` implements the table in torch operations. It cannot branch on data or state. So
-it does not reject NaN, and in mode Learned it does not set the parameters from the first batch.
+Native kernels cannot read tensors under ``torch.compile``, ``torch.export`` and ``torch.func``, or on devices other
+than the CPU. For such tensors, ``traced_values_for`` implements the table in torch operations. It cannot branch on data
+or state. So it does not reject NaN, and in mode Learned it does not set the parameters from the first batch.
 """
 
 import warnings
@@ -49,7 +50,7 @@ from detent.torch.transforms import outside
 __all__ = ["FakeQuantize", "Quantized", "WatcherFunction"]
 
 EMA_DEFAULT = EMA(0.99)
-FORWARDS_WITHOUT_SYNC = 100  # training forward passes before a warning; gradient accumulation uses fewer
+FORWARDS_WITHOUT_SYNC = 100  # training forward passes before a warning; gradient accumulation needs fewer
 Range = tuple[NDArray[Any], NDArray[Any]]
 WatcherFunction = Callable[["FakeQuantize", Tensor, QuantParams | None], None]
 
@@ -59,7 +60,7 @@ class Quantized(NamedTuple):
 
     tensor: Tensor
     values: Values
-    ste: Estimator  # Identity if no element can have been clipped
+    ste: Estimator  # Identity if clipping is impossible
 
 
 class FakeQuantize(ParameterState):
@@ -79,8 +80,8 @@ class FakeQuantize(ParameterState):
         delayed: if True, data pass unchanged and update the EMA range; ``qt.Schedule`` sets this attribute.
         sync: if True, only ``qt.sync`` updates the EMA range.
         watcher: function that each quantizing forward pass calls with this module, x and the parameters for x;
-            ``qt.watch`` sets it. In torch operations, None is passed for the parameters: ``params_for(x)`` computes
-            them.
+            ``qt.watch`` sets it. If the native kernels cannot read x, the watcher gets None instead of the parameters,
+            and can compute them with ``params_for(x)``.
         name: full name in the model, for messages.
         observer: observer for ``qt.calibrating``; None leaves the choice to ``qt.calibrating``.
 
@@ -112,7 +113,7 @@ class FakeQuantize(ParameterState):
         self.watcher: WatcherFunction | None = None
         self.observer: ObserverSpec | None = None
         self.is_calibrating = False
-        self.observers_in_use: tuple[Observer | None, ...] = ()  # one per nested calibration, the innermost last
+        self.observers_in_use: tuple[Observer | None, ...] = ()  # observers of nested calibrations, from outer to inner
 
     def forward(self, x: Tensor) -> Tensor:
         """Update the state as the mode requires, and fake-quantize x.
@@ -158,7 +159,7 @@ class FakeQuantize(ParameterState):
     # Parameters by mode
 
     def values_for(self, x: Tensor) -> Values:
-        """Update the state as the mode requires, and return the parameters for x, a plain tensor."""
+        """Update the state as the mode requires, and return the parameters for x, which must be a plain tensor."""
         mode, params, recomputed = self.mode, None, is_recomputing()
         updates = self.training and self.observing
         if isinstance(mode, PerBatch):
@@ -212,7 +213,7 @@ class FakeQuantize(ParameterState):
         return self._params_of_batch(x) if isinstance(self.mode, PerBatch) else self.params
 
     def quantize(self, x: Tensor, step: int, slot: Slot | None = None, values: Values | None = None) -> Quantized:
-        """Fake-quantize x, a plain tensor without gradients, with the given values or ``values_for(x)``.
+        """Fake-quantize a plain tensor without gradients, with ``values`` or, if it is None, with ``values_for(x)``.
 
         In mode PerBatch, one pass over memory computes the range and quantizes, if a kernel supports this.
         """
@@ -232,7 +233,7 @@ class FakeQuantize(ParameterState):
 
     @property
     def _never_clips(self) -> bool:
-        """Whether the range of a batch clips no finite element, because the largest element rounds to the last code."""
+        """Whether it is certain that quantizing a batch with its own range clips no finite element."""
         spec, zero_point = self.spec, self.spec.symmetric_zero_point if self.spec.symmetric else 0
         return (
             (isinstance(self.ste, Identity) or self.ste == Clipped())
@@ -262,7 +263,7 @@ class FakeQuantize(ParameterState):
         return lo, hi
 
     def _update_ema(self, x: Tensor) -> QuantParams | None:
-        """Mode EMA: update the range with x and return its parameters; None if only ``qt.sync`` updates the range."""
+        """Mode EMA: update the range with x and return new parameters; None if only ``qt.sync`` updates the range."""
         if self.sync and not (self.is_initialized or self.delayed):
             self._check_can_start()
         lo, hi = self._range_of(x)
@@ -306,7 +307,7 @@ class FakeQuantize(ParameterState):
             refuse_nan(f"{self.label}: x", to_array(on_cpu(x)), repair)
 
     def _warn_without_sync(self) -> None:
-        """Warn if processes do not merge ranges; all quantizers give the same message, so Python shows it once."""
+        """Warn if processes do not merge ranges; all quantizers use the same text, so Python shows the warning once."""
         self._memo.forwards += 1
         if self.sync and self._memo.forwards == FORWARDS_WITHOUT_SYNC:
             warnings.warn(
@@ -329,7 +330,7 @@ class FakeQuantize(ParameterState):
         return self.is_calibrating or self.delayed
 
     def start_calibration(self, observer: Observer | None) -> None:
-        """Let data pass unchanged, and observe them if an observer is given; calibrations can be nested."""
+        """Let data pass unchanged, and let the observer, if any, observe them; calibrations can be nested."""
         self.is_calibrating, self.observers_in_use = True, (*self.observers_in_use, observer)
 
     def stop_calibration(self) -> None:
@@ -366,7 +367,7 @@ class FakeQuantize(ParameterState):
 
 
 def _may_write_in_evaluation() -> bool:
-    """Whether evaluation may write to buffers: False for exported programs, and under ``torch.func``."""
+    """Whether evaluation may write to buffers, which is forbidden in exported programs and under ``torch.func``."""
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
     return not torch._C._are_functorch_transforms_active()

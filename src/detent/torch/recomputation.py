@@ -1,13 +1,13 @@
-"""Recomputation: a forward pass that activation checkpointing repeats has the ranges and counters of the first pass.
+"""Recomputation: a forward pass that activation checkpointing repeats uses the ranges and counters of the first pass.
 
 The first forward pass changes state: EMA ranges, the counter of stochastic rounding, batch norm statistics. The
-repeated pass must not change state, and must use the values of its own first pass. These values need not be the newest,
-because a layer may run several times before one backward pass. PyTorch does not tell which pass is repeated. So each
-layer records the values that it used, with a checksum of its input. A repeated pass uses the newest record with the
-same input. Some operators give different bits with and without gradients, so later layers may find no such record.
-These layers then use their records in the order of the first passes. Records are small (parameters, counters, gains). A
-layer makes records only if its pass may be repeated. This is the case if gradients are off (``use_reentrant=True``), or
-if saved tensors have hooks (``use_reentrant=False``).
+repeated pass must not change state again, and must use the values of the pass that it repeats. These values need not be
+the newest, because a layer may run several times before one backward pass. PyTorch does not tell which pass is
+repeated. So each layer records the values that it used, with a checksum of its input. A repeated pass uses the newest
+record with the same input. Some operators give different bits with and without gradients, so later layers may find no
+such record. These layers then use their records in the order of the first passes. Records are small (parameters,
+counters, gains). A layer makes records only if its pass may be repeated. This is the case if gradients are off
+(``use_reentrant=True``), or if saved tensors have hooks (``use_reentrant=False``).
 
 Compiled code inside an eager checkpoint is not supported, because it cannot detect that it is repeated. Checkpoints
 inside compiled code are handled by the compiler.
@@ -28,8 +28,8 @@ from detent.torch.arrays import fingerprint
 __all__ = ["Recording", "is_recomputing", "is_recorded", "once"]
 
 Value = TypeVar("Value")
-MAX_RECORDS = 1024  # forward passes of one layer before a backward pass; older records are dropped
-MAX_REPLAYED = 8  # records kept after use, for backward with retain_graph=True
+MAX_RECORDS = 1024  # maximum number per layer; older records are dropped
+MAX_REPLAYED = 8  # number of records kept after use, for backward with retain_graph=True
 HASH_MULTIPLIER = -7046029254386353131  # 2**64 divided by the golden ratio, as int64: odd, with well-mixed bits
 CHECKSUM_CHUNK = 1 << 20  # elements per chunk; the weight of each element takes 8 bytes
 
@@ -51,10 +51,10 @@ _order = itertools.count()
 
 
 class _Record:
-    """The values that one forward pass of a layer used, in order; their owner is a quantizer or a batch norm."""
+    """The values that one forward pass of a layer used: for each owner (quantizer or batch norm), a list in order."""
 
     def __init__(self, key: object = None) -> None:
-        self.key = key  # key of the layer's input
+        self.key = key  # from ``_key_of``, for the layer's input
         self.order = next(_order)
         self.values: dict[object, list[Any]] = {}
         self.is_replayed = False
@@ -67,7 +67,7 @@ _lock = threading.Lock()
 class _Active(threading.local):
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
-        self.replayed = -1  # order of the last record that was used
+        self.replayed = -1  # ``order`` of the last record that was replayed
 
 
 _active = _Active()
@@ -104,7 +104,7 @@ class Recording:
                 journal.append(self._record)
 
     def put(self, owner: object, value: object) -> None:
-        """Record a value that the owner used."""
+        """Record a value that the owner (a quantizer or batch norm) used."""
         if self._record is None:
             self._record = _Record(_key_of(self._x))
         self._record.values.setdefault(owner, []).append(value)
@@ -123,7 +123,7 @@ class Recording:
         with _lock:
             records = list(_journals.get(self._layer, ()))
             matching = [each for each in records if each.key == key]
-            if matching and all(each.is_replayed for each in matching):  # a retained graph runs backward again
+            if matching and all(each.is_replayed for each in matching):  # backward runs again, with retain_graph=True
                 for each in matching:
                     each.is_replayed = False
             unused = [each for each in matching if not each.is_replayed]

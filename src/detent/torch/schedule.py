@@ -33,11 +33,11 @@ EVENTS = {
 
 
 class Schedule:
-    """Optimizer steps at which quantization starts and its parts freeze; call ``step()`` after each optimizer step.
+    """Schedule of the optimizer steps at which quantization starts, and ranges, norms and scales freeze.
 
-    The constructor applies the state of step 0. Learned scales start from the first quantized batch, so do not
-    calibrate before a delay. A frozen or delayed learned scale gets no gradient: under DistributedDataParallel, a delay
-    or ``freeze_scales`` needs ``find_unused_parameters=True``.
+    Call ``step()`` after each optimizer step. The constructor applies the state of step 0. Learned scales start from
+    the first quantized batch, so do not calibrate before a delay. A frozen or delayed learned scale gets no gradient:
+    under DistributedDataParallel, a delay or ``freeze_scales`` needs ``find_unused_parameters=True``.
 
     Args:
         model: a prepared model, wrapped or not.
@@ -116,7 +116,7 @@ class Schedule:
         return None if value is None else self.steps < value
 
     def _apply(self) -> None:
-        """Set the attributes of quantizers and batch norms for the current step; an argument None sets nothing."""
+        """Set the attributes of quantizers and batch norms for this step; an argument that is None has no effect."""
         scales_learn, ranges_update, norms_update = (
             self._before(name) for name in ("freeze_scales", "observe_until", "freeze_norms")
         )

@@ -64,8 +64,8 @@ def fake_quantize_learned_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, scale and zero point (LSQ, LSQ+); the last two have the shape of the scale.
 
-    The accumulation order is fixed, so a compiled graph depends on the number of elements in a parameter set. Above
-    1024 elements, the graph has one more addition for each doubling.
+    The order of additions is fixed, so the compiled graph depends on the number of elements in a parameter set. Above
+    1024 elements, each doubling adds one addition to the graph.
     """
     tensors = (g.detach(), x.detach(), scale.detach(), zero_point)
     options = _options(x, zero_point, spec, step) | {"ste": ste, "grad_scale": grad_scale}
@@ -95,12 +95,12 @@ def derive(spec: QuantSpec, lo: Tensor, hi: Tensor, dtype: torch.dtype | None = 
 
 
 def _tiling(x: Tensor, spec: QuantSpec) -> Tiling:
-    """The parameter sets of x, computed without the cache, which compilers cannot trace."""
+    """The division of x into parameter sets, computed without the cache, which compilers cannot trace."""
     return spec.granularity._tiling(tuple(x.shape))
 
 
 def _options(x: Tensor, zero_point: Tensor, spec: QuantSpec, step: int | Tensor) -> dict[str, Any]:
     if spec.rounding.kind == "stochastic":
-        # Inductor recomputes a value at each use if the value reads no memory; Philox uses each value at least twice
+        # Inductor recomputes a value at each use unless it depends on memory; Philox uses each value twice or more
         step = (zero_point.reshape(-1)[:1].to(torch.int64) & 0) + step
     return {"spec": spec, "tiling": _tiling(x, spec), "step": step, "xp": xp}

@@ -55,7 +55,7 @@ def searchsorted(bounds: Tensor, values: Tensor, side: str) -> Tensor:
 
 
 def astype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast x; float16 and bfloat16 values are rounded before and after the cast."""
+    """Cast x to ``dtype``; x and the result are rounded to their dtypes even in fused code."""
     return _rounded(_rounded(x).to(dtype)) if x.dtype != dtype else x
 
 
@@ -66,14 +66,14 @@ def asarray(
     device: torch.device | None = None,
     copy: builtins.bool | None = None,
 ) -> Tensor:
-    """Convert a value to a tensor; float16 and bfloat16 tensors are rounded."""
+    """Convert a value to a tensor; a tensor is rounded to its dtype even in fused code."""
     if isinstance(value, Tensor):
         return _rounded(value.clone() if copy else value)
     return torch.tensor(value, dtype=dtype, device=device)
 
 
 def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Select the bits of x or y, including the sign of zero."""
+    """Select elements of x or y by their bits, which keeps the sign of zero."""
     if not x.dtype.is_floating_point:
         return torch.where(condition, x, y)
     return torch.where(condition, _bits(x), _bits(y)).view(x.dtype)
@@ -91,6 +91,6 @@ def _bits(x: Tensor) -> Tensor:
 def _rounded(x: Tensor) -> Tensor:
     """Return x, rounded to its dtype even in fused code.
 
-    Before the integer operation ``bits | 0``, a compiler has to round float16 and bfloat16 values.
+    The integer operation ``bits | 0`` forces a compiler to round float16 and bfloat16 values first.
     """
     return (_bits(x) | 0).view(x.dtype) if x.dtype in _NARROW else x
