@@ -838,7 +838,7 @@ def activation(spec: Any, mode: Any = None, **options: Any) -> Any:
     ("spec", "options", "words"),
     [
         ("uint8", {"mode": dt.PerBatch()}, "has mode PerBatch.*DynamicQuantizeLinear.*EMA"),
-        ("uint8/token", {"shape": (2, 4)}, "granularity token, whose scales depend on the batch"),
+        ("uint8/token", {"shape": (2, 4)}, "granularity token, whose number of scales depends on the batch"),
         ("uint8/tensor/affine/torch", {}, "reciprocal, half_even, after_round.*convention 'onnx'"),
         (dt.QuantSpec("uint8", rounding="half_away"), {}, "half_away.*rounds half to even"),
         ("float8_e4m3fn", {}, "ONNX Runtime cannot run float8_e4m3fn activations"),

@@ -245,8 +245,8 @@ HistogramObserver = MSE
 def best_params(x: ArrayLike, spec: QuantSpec | Format | str) -> QuantParams:
     """Return the parameters with the least squared error of quantizing x, searched on the values of each parameter set.
 
-    The error is computed with the spec's own rounding, or with ``half_even`` if that rounding is stochastic. No scale is
-    larger than the min-max scale, and no error is larger than with the min-max parameters.
+    The error is computed with the spec's own rounding, or with ``half_even`` if that rounding is stochastic. No scale
+    is larger than the min-max scale, and no error is larger than with the min-max parameters.
 
     Raises:
         RangeError: x is empty or contains NaN or infinities.
