@@ -154,14 +154,14 @@ def test_skip_is_advised_only_if_it_helps(case):
         return FAST if is_float(model, "third") else SLOW
 
     assert quantized.warning(tried=both_help).endswith("Options that help: --skip second --skip third: 0.50 ms")
-    assert quantized.warning().endswith("No option helps: quantizing this model does not pay on this CPU")
+    assert quantized.warning().endswith("No option helps: quantizing does not make this model faster on this CPU")
 
 
 def test_options_that_do_not_help_enough(case):
     quantized = case()
     quantized.nodes = [NodeTime("second", "Conv", 0.1)], [NodeTime("second", "QLinearConv", 0.9)]
     text = quantized.warning(tried=lambda _: Timing(1.0, 1.2, 50, 1))
-    assert text.endswith("--skip second: 1.20 ms. Still, quantizing this model does not pay on this CPU")
+    assert text.endswith("--skip second: 1.20 ms. Still, quantizing does not make this model faster on this CPU")
 
 
 def test_a_model_that_cannot_be_profiled_or_tried_gets_the_warning(case, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_model_that_cannot_be_profiled_or_tried_gets_the_warning(case, monkeyp
     text = quantized.warning(tried=fail)
     assert text == (
         "the quantized model is slower than the float model: 1.00 ms -> 1.50 ms (1.5x slower, 1 thread, 50 runs). "
-        "No option helps: quantizing this model does not pay on this CPU"
+        "No option helps: quantizing does not make this model faster on this CPU"
     )
 
 

@@ -200,7 +200,7 @@ def test_a_slower_model(tmp_path, monkeypatch, timing, expected):
     assert ("Warning: slower" in facts) == expected
     if expected:
         assert "1.00 ms -> 1.50 ms (1.5x slower, 1 thread, 50 runs, ±2 %)" in facts["Warning: slower"]
-        assert facts["Warning: slower"].endswith("quantizing this model does not pay on this CPU")
+        assert facts["Warning: slower"].endswith("quantizing does not make this model faster on this CPU")
 
 
 def test_a_slower_weight_only_model_gets_another_advice(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Evaluation of a quantized model: accuracy on held-out batches, speed, verification, sensitive layers, and a dry run.
 
-The command ``detent quantize`` consists of these functions and ``qo.quantize``. They need ONNX Runtime.
+The command ``detent quantize`` calls these functions and ``qo.quantize``. All of them need ONNX Runtime.
 """
 
 from detent.evaluate.accuracy import Accuracy, Split, check_supports_agreement, measure_accuracy, split_batches

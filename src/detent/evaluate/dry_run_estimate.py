@@ -47,8 +47,8 @@ class DryRun:
         nbytes_after: size of the quantized model in bytes.
         memory_growth: growth of the dry run's resident memory in bytes; None if the system does not report it.
         seconds: wall time of the dry run.
-        batches: calibration batches that the dry run used.
-        total_batches: calibration batches of the full run.
+        batches: number of calibration batches that the dry run used.
+        total_batches: number of calibration batches of the full run.
         seconds_per_batch: estimated seconds for each batch that the dry run did not use.
         layers: one dict per layer, with the fields of ``qo.LayerReport``, nbytes_before and nbytes_after.
         steps: what the accuracy passes changed.

@@ -37,7 +37,7 @@ TIMING_SECONDS = 1.0
 RANKING_SAMPLES = 4  # with fewer samples, the ranking of layers depends too much on the samples
 MIN_RANKING_SECONDS = 20.0  # time limit for measuring sensitivity, unless quantization took longer
 MAX_LAYERS_NAMED = 3
-MEASURED_AGAIN = ("low-sqnr", "low-agreement", "few-samples")  # codes of warnings
+MEASURED_AGAIN = ("low-sqnr", "low-agreement", "few-samples")  # codes of warnings that the evaluation replaces
 MAX_OUTPUTS_SHOWN = 4
 StageProgress = Callable[[str, int, int | None], None]
 
@@ -75,7 +75,7 @@ class Evaluation:
             not run.
         sensitivity: output noise with one layer quantized at a time; None if it was not requested, could not run, or
             would take too long.
-        hints: options that make the model faster, if it is only as fast as the float model.
+        hints: options that make the quantized model faster, if it is only as fast as the float model.
         warnings: warnings about accuracy on the evaluation batches, about a slower quantized model, and about checks
             that could not run. The warnings of ``result`` about anything but accuracy are included.
     """
@@ -93,7 +93,7 @@ class Evaluation:
 
     @property
     def sensitive_layers(self) -> tuple[SensitiveLayer, ...]:
-        """The layers with the largest noise, at most three, largest first."""
+        """At most three layers with the largest noise, in the order of decreasing noise."""
         if self.sensitivity is None:
             return ()
         total = sum(layer.worst for layer in self.sensitivity.layers) or 1.0

@@ -111,7 +111,7 @@ def time_models(
     Args:
         first: the first model, usually the float one.
         second: the second model, usually the quantized one.
-        feeds: batches, each a dict of arrays by input name; the runs use them in turn.
+        feeds: batches, each a dict from input names to arrays; the runs use the batches in turn.
         threads: threads per model; 0 uses all cores.
         repeat: runs per model; if None, as many as fit into ``seconds``, but at least 3 and at most 50.
         seconds: approximate time of all runs of both models; ignored if ``repeat`` is given.

@@ -45,7 +45,7 @@ MIN_QUANTIZERS = 0.05  # relative to the float model's time; quantizers that tak
 BYTE = 8  # bits
 SKIPPED = "skipped"
 ANY_RANGE = RangeDecision(1.0, 0)  # for tensors that only the tried option quantizes
-NO_OPTION_HELPS = "No option helps: quantizing this model does not pay on this CPU"
+NO_OPTION_HELPS = "No option helps: quantizing does not make this model faster on this CPU"
 OTHER_RECIPE = "ONNX Runtime has integer kernels for 8-bit weights and activations only: for speed, try --recipe w8a8"
 WEIGHT_ONLY = "Weight-only recipes make files smaller, not faster: for speed, try --recipe w8a8"
 # operators that ONNX Runtime may fuse with the convolution before them
@@ -107,7 +107,7 @@ def advise(
 
 
 class _Option(NamedTuple):
-    """An option that makes the quantized model faster: its text, and the times of the float and the new model."""
+    """An option that makes the quantized model faster, with the times of the float model and of the faster model."""
 
     text: str
     float_ms: float
@@ -123,7 +123,7 @@ def _options_text(options: Sequence[_Option], result: QuantizeReport) -> str:
         is_w8a8 = all(spec is None or spec.bits == BYTE for spec in specs)
         return NO_OPTION_HELPS if is_w8a8 else OTHER_RECIPE
     is_enough = any(option.ms < SAME_SPEED * option.float_ms for option in options)
-    rest = "" if is_enough else ". Still, quantizing this model does not pay on this CPU"
+    rest = "" if is_enough else ". Still, quantizing does not make this model faster on this CPU"
     return f"Options that help: {'; '.join(map(str, options))}{rest}"
 
 
@@ -182,7 +182,7 @@ def _with_last_layers(plan: GraphPlan, feed: Feed) -> GraphPlan:
 
 
 def _replanned(plan: GraphPlan, decisions: Decisions) -> Decisions:
-    """Return decisions for a plan that quantizes fewer layers, or more outputs."""
+    """Return decisions for ``plan``, which quantizes fewer layers or more outputs than ``decisions`` does."""
     observed = {name: each.observed_range for name, each in decisions.ranges.items() if each.observed_range is not None}
     placements = plan.placements(observed)
     ranges = {each.tensor: decisions.ranges.get(each.tensor, ANY_RANGE) for each in placements}
