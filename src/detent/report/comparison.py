@@ -29,7 +29,7 @@ class ComparedLayer:
     def sqnr_change_db(self) -> float | None:
         """SQNR in b minus SQNR in a, in dB; None if unknown.
 
-        It is the SQNR of the layer's output or, if that is unknown, of the layer's weight.
+        The SQNR is that of the layer's output. If a report lacks it, the SQNR is that of the layer's weight.
         """
         outputs = [None if layer is None else layer.output_sqnr_db for layer in (self.a, self.b)]
         change = _change(*outputs)
@@ -109,7 +109,7 @@ class Comparison:
         return any(each.a and each.b for each in self.layers) or not (self.a.layers and self.b.layers)
 
     def to_json(self) -> str:
-        """Serialize the metrics of both reports and their changes to JSON."""
+        """Return a JSON document with the metrics of both reports, and how much each metric changes."""
         document: dict[str, Any] = {"kind": KIND, "version": VERSION}
         for name, report in (("a", self.a), ("b", self.b)):
             total, quantized, integer = report.counts

@@ -238,7 +238,7 @@ def _others(artifact: QuantizedGraph, file_layers: list[FileLayer], activations:
 
 
 def _ranked(layers: tuple[Layer, ...], sensitivity: dict[str, float]) -> tuple[tuple[Layer, ...], Basis]:
-    """Sort layers by noise share, largest first; return them and the basis of the shares.
+    """Sort layers by noise share, largest first; return the sorted layers and the basis of the shares.
 
     The basis is the first of these that has any noise: sensitivity, layer outputs, weights, inputs.
     """
@@ -271,8 +271,8 @@ def _noise(sqnr_db: Mapping[str, float | None]) -> dict[str, float]:
 def _sensitivity_noise(sensitivity: Sensitivity, mix: Mix | None, layers: tuple[Layer, ...]) -> dict[str, float]:
     """Return the measured noise of each layer for the candidate that the layer uses.
 
-    With ``mix``, this is the candidate chosen in it. If a recipe was measured, it is the recipe. Otherwise, it is the
-    candidate that matches the spec of the weight.
+    If ``mix`` is given, it has the candidate of each layer. Otherwise, the candidate is the measured recipe or, if
+    weight specs were measured, the weight spec that matches the layer.
     """
     specs = {each.name: each.weight.spec for each in layers if each.weight is not None}
     noise = {}

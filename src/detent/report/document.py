@@ -96,7 +96,7 @@ class Tensor:
         maximum: largest value; for weights, after dequantization.
         clip_low: lower bound of the clipping range, in the units of the histogram. None if it is unknown or not the
             same for all elements.
-        clip_high: upper bound of the clipping range, like ``clip_low``.
+        clip_high: upper bound of the clipping range; see ``clip_low``.
         sqnr_db: SQNR of quantizing this tensor.
         clip_fraction: share of elements outside the clipping range.
         codes_used: number of different codes that occur.
@@ -158,8 +158,8 @@ class Layer:
         input: statistics of the layer's input.
         output_sqnr_db: SQNR of the layer's output compared with the float model, with all earlier layers quantized.
         noise_share: the layer's share of the noise of all layers; ``Report.noise_share_basis`` says which noise.
-        nbytes_float: bytes of the weight in float32.
-        nbytes: bytes of the weight in the file, including scales and zero points.
+        nbytes_float: size of the weight in float32, in bytes.
+        nbytes: size of the weight in the file, including scales and zero points, in bytes.
 
     >>> Layer("fc", "MatMul", "integer", kernel="QGemm").is_quantized
     True
@@ -298,10 +298,14 @@ def _read_difference(value: object) -> Difference:
     entry = table(value, "a difference", [each.name for each in fields(Difference)])
     index, scalars = entry["index"], {name: each for name, each in entry.items() if name != "index"}
     if not isinstance(index, list) or not all(type(each) is int for each in index):
-        raise FileFormatError("the index of a difference must be a list of integers, such as [0, 3]")
+        raise FileFormatError(
+            "the index of a difference in the verification must be a list of integers, such as [0, 3]"
+        )
     for name, each in scalars.items():
         if not isinstance(each, str | int | float | NoneType):
-            raise FileFormatError(f"{name} of a difference must be a number or text, got {type(each).__name__}")
+            raise FileFormatError(
+                f"{name} of a difference in the verification must be a number or text, got {type(each).__name__}"
+            )
         if isinstance(each, str):
             storable(name, each)
     return Difference(**scalars, index=tuple(index))
@@ -311,8 +315,8 @@ def _read_kernel(value: object) -> Kernel:
     kinds = (str, str, int, int, int, bool)
     if not isinstance(value, list) or [type(each) for each in value] != list(kinds):
         raise FileFormatError(
-            "a kernel must be the list [node, kernel, compared, differing, max_steps, saturated]: two texts, three "
-            "integers, and true or false"
+            "a kernel in the verification must be a list [node, kernel, compared, differing, max_steps, saturated] of "
+            "two texts, three integers, and true or false"
         )
     return Kernel(*value)
 
@@ -400,7 +404,7 @@ class Report:
         return self.output_sqnr_db.get(self.worst_output)
 
     def to_json(self) -> str:
-        """Return the report as JSON with a version; NaN and infinite numbers are written as strings."""
+        """Return the report as JSON, with a format version; NaN and infinite numbers are written as strings."""
         document = {"kind": KIND, "version": VERSION, **encode(self, _LEAVES)}
         return json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
@@ -502,7 +506,7 @@ class Renderable(Protocol):
 
 
 def write_report(report: Renderable, path: str | os.PathLike[str]) -> None:
-    """Write a .html or .json file, atomically."""
+    """Write a report or a comparison as an .html or .json file, atomically."""
     target = Path(path)
     check_suffix(target)
     text = report.to_json() if target.suffix.lower() == ".json" else report.to_html()

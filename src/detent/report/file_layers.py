@@ -1,7 +1,7 @@
 """Layers of a quantized file: each with the codes of its weight and the QuantizeLinear node of its input.
 
 The file may come from any tool. Layers are nodes with weights, embedding lookups in quantized tables, and
-activation-activation matmuls. Their names come from the metadata if detent wrote the file, otherwise from the nodes.
+activation-activation matmuls. Layer names come from the metadata if detent wrote the file, otherwise from the nodes.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def origin_of(artifact: QuantizedGraph) -> Origin:
     if provenance.data or provenance.source:  # qt.export_onnx does not write these
         return "onnx"
     nodes = {node_name(node) for node in artifact.graph.nodes}
-    if not nodes.isdisjoint(provenance.weights.values()):  # qo.quantize records node names, which may be fc.weight
+    if not nodes.isdisjoint(provenance.weights.values()):  # qo.quantize records node names, which may end in .weight
         return "onnx"
     names = (*provenance.weights.values(), *provenance.activations.values())
     return "torch" if any(name.endswith((SUFFIX, "_quantizer")) for name in names) else "onnx"

@@ -51,7 +51,7 @@ FLOAT_NBYTES = 4
 MIN_ROUNDED_SHARE = 0.995  # a weight counts as rounded if at least this share of its elements is rounded or clipped
 ROUNDING_SLACK = 1e-3  # tolerance for a rounded element, relative to the scale
 WIDE_TYPE_RATIO = 4  # if a type's range is over 4 times that of the codes, the codes have fewer bits
-MAX_OUTPUT_ELEMENTS = 1 << 17  # elements of a layer's output that are compared per batch
+MAX_OUTPUT_ELEMENTS = 1 << 17  # at most this many elements of a layer's output are compared per batch
 MAX_CODES_COUNTED = 1 << 16  # as many codes as 16-bit formats have
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
@@ -466,7 +466,7 @@ class _FloatModel:
 def _subset(values: Array) -> Array:
     """Return at most ``MAX_OUTPUT_ELEMENTS`` evenly spaced elements of ``values``.
 
-    The step is odd, so that in a channels-last tensor it does not always hit the same channels.
+    The step is odd, so that the elements of a channels-last tensor are not always from the same channels.
     """
     flat = np.asarray(values).ravel()
     step = -(-flat.size // MAX_OUTPUT_ELEMENTS)

@@ -5,7 +5,7 @@ layer groups and candidates. This module also converts bit widths to specs, and 
 The number of bytes depends on the storage:
 
 ===========  ==========================================================================================
-storage      a weight of n elements and s scales at b bits
+storage      contents of a weight of n elements at b bits
 ===========  ==========================================================================================
 ``onnx``     codes of 4, 8 or 16 bits, whichever is the smallest that holds b bits (4 only for
              matmuls); float32 scales, and zero points with as many bits as the codes
