@@ -232,12 +232,10 @@ def test_planned_bytes_are_those_of_the_file(recipe, tmp_path):
     model = m.model([("x", [2, 16, 8, 8])], [m.matmul(m.add("Flatten", [t]), 64, 64, name="d")])
     report = quantize(model, tmp_path, images(channels=16), recipe=recipe, keep_float="none", smooth=False)
     graph = Graph(qo.load(report.output))
-    ends = ("_codes", "_scale", "_zero_point")
-    stored = [name for name in graph.constants if name.endswith(ends) and name.startswith("c")]
-    weights_only = [name for name in stored if graph.kind(name) != TensorProto.INT32]
-    nbytes = sum(len(graph.constants[name].raw_data) for name in weights_only)
-    biases = sum(len(graph.constants[f"{name[:-6]}_scale"].raw_data) for name in set(stored) - set(weights_only))
-    assert nbytes - biases == sum(line.nbytes_after for line in report.plan.quantized)
+    nodes = [node for node in graph.nodes if node.op_type == "DequantizeLinear" and node.input[0] in graph.constants]
+    weights = [node for node in nodes if graph.kind(node.input[0]) != TensorProto.INT32]
+    nbytes = sum(len(graph.constants[name].raw_data) for node in weights for name in node.input)
+    assert nbytes == sum(line.nbytes_after for line in report.plan.quantized)
 
 
 @pytest.mark.parametrize("value", ["Auto", False, None])
@@ -357,10 +355,10 @@ def test_tensors_named_like_added_ones(op, recipe, tmp_path):
     attributes = {"pads": [1, 1, 1, 1]} if op == "Conv" else {}
     shape = (8, 8, 3, 3) if op == "Conv" else (8, 8)
     named = (  # output, weight, bias and node
-        ("x_codes", "w0", "b0", "w0_dequantized_node"),
+        ("x_codes", "w0", "b0", "w0_dq_node"),
         ("w0_codes", "w0_scale", "b0_scale", "x_codes_1_node"),
-        ("x_dequantized", "x_scale", "b0_codes", "x_dequantized_1_node"),
-        ("y", "x_clipped", "x_zero_point", "w0_scale_dequantized_node"),
+        ("x_dq", "x_scale", "b0_codes", "x_dq_1_node"),
+        ("y", "x_clipped", "x_zero_point", "w0_scale_dq_node"),
     )
     t = "x"
     for k, (output, weight, bias, node) in enumerate(named):
@@ -376,7 +374,7 @@ def test_tensors_named_like_added_ones(op, recipe, tmp_path):
     nodes, tensors = [node.name for node in graph.node], [name for node in graph.node for name in node.output]
     assert len(set(nodes)) == len(nodes)
     assert len({*tensors, *(each.name for each in graph.initializer)}) == len(tensors) + len(graph.initializer)
-    assert {"x_codes", "w0_codes", "x_dequantized"} <= set(tensors)
+    assert {"x_codes", "w0_codes", "x_dq"} <= set(tensors)
     report = dt.verify(model, result.output, feeds[3:])
     assert report.ok, str(report)
     assert report.output_sqnr_db > 8

@@ -19,7 +19,7 @@ def test_a_clip_precedes_codes_of_few_bits(high, operators):
     qparams = QdqParams(np.float32(0.5), np.array(0), TensorProto.UINT8, high=high)
     pair = writer.pair("x", "x", writer.parameters("x", qparams), qparams)
     assert [node.op_type for node in pair.nodes] == [*operators, "QuantizeLinear", "DequantizeLinear"]
-    assert pair.dequantized == "x_dequantized"
+    assert pair.dequantized == "x_dq"
     assert not operators or (graph.array("x_least"), graph.array("x_most")) == (0, 7.5)
 
 

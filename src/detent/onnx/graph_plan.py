@@ -65,7 +65,8 @@ class LayerPlan:
         input: spec of its input; None if the input is float.
         observer: observer of its input; None if no rule names an observer.
         nbytes_before: bytes of its weight in the float file.
-        nbytes_after: bytes of its weight in the quantized file, including scales and zero points.
+        nbytes_after: bytes of its weight in the quantized file, including scales and zero points. The file stores
+            equal zero points once, but they count for each layer.
         note: remark on a quantized layer.
         wide_weight: the 8-bit spec of the recipe, if ``weight`` is limited to 7 bits for fast kernels.
 

@@ -29,7 +29,7 @@ from detent.onnx.graph_plan import GraphPlan, LayerPlan, activation_problem, wei
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.stored_decisions import to_metadata
 from detent.onnx_model.files import ModelSource, load, load_model
-from detent.onnx_model.graph import Graph
+from detent.onnx_model.graph import DEQUANTIZE, QUANTIZE, Graph, clear_notes
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.ort_workarounds import guard_float, guard_pools, share_floats
 from detent.onnx_model.provenance import Provenance
@@ -281,9 +281,11 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
     if target.runtime == "onnxruntime":
         guard_pools(graph)
     share_floats(graph)
+    _share_zero_points(graph)
     graph.drop_unread()
     finished = graph.finish()
     del finished.graph.value_info[:]  # inferred shapes take a tenth of a small file, and runtimes infer them again
+    clear_notes(finished.graph)
     Provenance(
         writer.weight_names,
         writer.activation_names,
@@ -296,6 +298,20 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
         to_metadata(decisions, finished) if is_replayed else None,
     ).write(finished)
     return finished
+
+
+def _share_zero_points(graph: Graph) -> None:
+    """Store equal zero points once; most zero points of a model are 0."""
+    names: dict[tuple[int, tuple[int, ...], bytes], str] = {}
+    for node in graph.nodes:
+        if node.op_type not in {QUANTIZE, DEQUANTIZE} or len(node.input) < 3 or node.input[2] not in graph.constants:
+            continue
+        tensor = graph.constants[node.input[2]]
+        values = graph.array(node.input[2])
+        key = tensor.data_type, tuple(tensor.dims), values.tobytes()
+        if key not in names:
+            names[key] = graph.add_constant("zero_point", values, tensor.data_type)
+        graph.set_input(node, 2, names[key])
 
 
 def check_fits(graph: Graph, decisions: Decisions) -> dict[str, Layer]:
@@ -475,7 +491,7 @@ class _Writer:
         params = self._tensor_params[tensor]
         qparams = QdqParams.of(params, self.target.activation_container(params.spec.format), 0)
         scale, zero = self._group_constants[placement.group] = self._writer.parameters(tensor, qparams)
-        dequantized = graph.fresh(f"{tensor}_dequantized")
+        dequantized = graph.fresh(f"{tensor}_dq")
         readers, producer = graph.consumers(tensor), graph.producer(tensor)
         graph.redirect(tensor, dequantized, readers)
         graph.remove([] if producer is None else [producer])
@@ -499,7 +515,7 @@ class _Writer:
         container = self.target.weight_container(params.spec, depthwise=layer.depthwise, least=min_bits)
         stored = self._store(layer, params, container)
         if not stored.dequantized:
-            stored.dequantized = graph.fresh(f"{layer.weight}_dequantized")
+            stored.dequantized = graph.fresh(f"{layer.weight}_dq")
             graph.insert([self._writer.dequantized(stored.names, stored.dequantized, layer.weight, stored.qparams)])
         graph.set_input(node, 1, stored.dequantized)
         incoming = self._input_params.get(line.name) if line.input is not None else None
@@ -522,7 +538,7 @@ class _Writer:
         qparams = QdqParams(np.asarray(scale), np.asarray(int(zero)), TensorProto.UINT8)
         code_name = graph.add_constant(f"{name}_code", np.full(shape, int(code)), TensorProto.UINT8)
         names = code_name, *self._writer.parameters(name, qparams)
-        dequantized = graph.fresh(f"{name}_dequantized")
+        dequantized = graph.fresh(f"{name}_dq")
         node = _reader_of_scalar(graph, name, result)
         if node is not None:
             graph.redirect(name, dequantized, [node])

@@ -1,6 +1,6 @@
 """Decisions stored in the metadata of a quantized file.
 
-They are stored as the JSON of ``Decisions``, with four differences that shrink it to a few percent of the file:
+They are stored as the JSON of ``Decisions``, with six differences that shrink it to a few percent of the file:
 
 - Fields of the metadata entry ``detent`` (target, source, data, recipe, options, version of detent) are not repeated.
 - Fields with default values are left out, and so is a placement's ``group`` if it is the placement's own tensor.
@@ -9,6 +9,8 @@ They are stored as the JSON of ``Decisions``, with four differences that shrink 
   ``{"fill": number, "dtype": ..., "shape": [...]}``        one number repeated; dtype is left out for float32
   ``{"base85": text, "dtype": ..., "shape": [...]}``        its little-endian bytes (see ``base64.b85decode``)
 - Zero points are left out if all of them are 0. Float32 numbers have only as many digits as they need.
+- Each spec is written once, in the list ``specs``; a number refers to its place in this list.
+- The range of a group is the entry ``range`` of the group's first placement.
 
 Files are untrusted: the size of the file limits the sizes of arrays, and ``Decisions`` checks all other values.
 """
@@ -40,6 +42,7 @@ from detent.onnx.decisions import (
 )
 from detent.onnx_model.graph import array_of
 from detent.onnx_model.provenance import Provenance
+from detent.spec import QuantSpec
 
 __all__ = ["ChangedConstant", "StoredDecisions", "read_decisions", "to_metadata", "why_unreadable"]
 
@@ -67,15 +70,26 @@ DIGITS = 8  # hexadecimal digits of a digest
 def to_metadata(decisions: Decisions, model: ModelProto) -> dict[str, Any]:
     """Encode decisions for the metadata of ``model``, the quantized model."""
     initializers = _Initializers(model, decisions)
-    entry: dict[str, Any] = encode(decisions, {**LEAVES, np.ndarray: Leaf(initializers.write, _unread)})
+    specs = _Specs()
+    leaves = {**LEAVES, np.ndarray: Leaf(initializers.write, _unread), QuantSpec: Leaf(specs.write, _unread)}
+    entry: dict[str, Any] = encode(decisions, leaves)
     for name, cls in _PARTS.items():
         entry[name] = _each(entry[name], _defaults(cls), _compact)
+    ranges = entry.pop("ranges")
+    entry["placements"] = [_with_range(each, ranges) for each in entry["placements"]]
     defaults = _defaults(Decisions)
-    return {
+    kept = {
         name: value
         for name, value in entry.items()
         if name not in _REPEATED and (name in {"version", "rewrite_version"} or value != defaults.get(name))
     }
+    return kept | ({"specs": specs.entries} if specs.entries else {})
+
+
+def _with_range(placement: dict[str, Any], ranges: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the range of a group to the group's first placement."""
+    has_range = "group" not in placement and "source_tensor" not in placement
+    return {**placement, "range": ranges[placement["tensor"]]} if has_range else placement
 
 
 def why_unreadable(provenance: Provenance | None) -> str:
@@ -134,11 +148,52 @@ def _read(provenance: Provenance, reader: "_Reader") -> Decisions:
         raise FileFormatError(
             f"{WHERE}: unexpected keys {repeated}, expected them outside of the decisions, in the entry 'detent'"
         )
+    _take_ranges(entry)
     for name, cls in _PARTS.items():
         entry[name] = _each(entry.get(name), _defaults(cls), _whole)
     entry.update({name: getattr(provenance, of) for name, of in _REPEATED.items()})
     with reading(WHERE):
-        return decode(Decisions, entry, WHERE, {**LEAVES, np.ndarray: Leaf(_unread, reader.read)})
+        specs = _Specs(entry.pop("specs", []))
+        leaves = {**LEAVES, np.ndarray: Leaf(_unread, reader.read), QuantSpec: Leaf(_unread, specs.read)}
+        return decode(Decisions, entry, WHERE, leaves)
+
+
+def _take_ranges(entry: dict[str, Any]) -> None:
+    """Move the ranges of groups out of their placements; ``decode`` will reject entries that are not objects."""
+    if entry["ranges"]:
+        raise FileFormatError(f"{WHERE}: unexpected key 'ranges', expected a range in the placements")
+    placements = entry["placements"] if isinstance(entry["placements"], list) else []
+    ranged = [each for each in placements if isinstance(each, dict) and "range" in each]
+    entry["ranges"] = {str(each.get("tensor")): each["range"] for each in ranged}
+    if ranged:
+        entry["placements"] = [
+            {name: value for name, value in each.items() if name != "range"} if isinstance(each, dict) else each
+            for each in placements
+        ]
+
+
+class _Specs:
+    """The distinct specs of decisions, each written once."""
+
+    def __init__(self, entries: object = ()) -> None:
+        if not isinstance(entries, list | tuple):
+            raise FileFormatError(f"specs must be a list, got {entries!r:.60}")
+        self.entries = list(entries)
+        self._numbers: dict[QuantSpec, int] = {}
+        self._specs: dict[int, QuantSpec] = {}
+
+    def write(self, spec: QuantSpec) -> int:
+        if spec not in self._numbers:
+            self._numbers[spec] = len(self.entries)
+            self.entries.append(LEAVES[QuantSpec].write(spec))
+        return self._numbers[spec]
+
+    def read(self, value: Any) -> QuantSpec:  # noqa: ANN401 - JSON
+        if type(value) is not int or not 0 <= value < len(self.entries):
+            raise FileFormatError(f"a spec must be a number from 0 to {len(self.entries) - 1}, got {value!r:.60}")
+        if value not in self._specs:
+            self._specs[value] = LEAVES[QuantSpec].read(self.entries[value])
+        return self._specs[value]
 
 
 def _unread(value: object) -> object:

@@ -40,6 +40,7 @@ __all__ = [
     "array_of",
     "attribute_of",
     "check_depth",
+    "clear_notes",
     "describe",
     "element_range",
     "element_type",
@@ -192,6 +193,16 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
         yield from attribute.graphs
+
+
+def clear_notes(graph: GraphProto) -> None:
+    """Remove doc strings and metadata of nodes and initializers; exporters write stack traces with paths into them."""
+    for part in (*graph.node, *graph.initializer):
+        del part.metadata_props[:]
+        part.ClearField("doc_string")
+    for node in graph.node:
+        for body in subgraphs(node):
+            clear_notes(body)
 
 
 def check_depth(graph: GraphProto) -> None:

@@ -16,7 +16,7 @@ from onnx import ModelProto, TensorProto
 
 from detent.codec import Leaf, Leaves, check_version, decode, parse
 from detent.errors import FileFormatError
-from detent.onnx_model.graph import array_of
+from detent.onnx_model.graph import QUANTIZE, array_of
 
 __all__ = ["KEY", "RUNTIME_KEY", "Provenance", "RuntimeRecord", "digest_of"]
 
@@ -24,6 +24,7 @@ KEY, RUNTIME_KEY = "detent", "detent.runtime"
 VERSION = 2
 RUNTIME_VERSION = 1
 TEXT_LIMIT = 1 << 24  # limit on the characters of an entry
+CODES_NODE = "_codes_node"  # end of a QuantizeLinear node's name, after the name of the tensor
 MODEL_DIGITS = 32  # hexadecimal digits of a digest
 _PARTS: Leaves = {dict: Leaf(lambda value: value, lambda value: value)}  # decoded by the modules that encoded them
 
@@ -34,7 +35,8 @@ class Provenance:
 
     Attributes:
         weights: maps the name of each initializer that holds codes to the name of the layer or weight.
-        activations: maps the name of each QuantizeLinear node to the name of the quantizer or tensor.
+        activations: maps the name of each QuantizeLinear node to the name of the quantizer or tensor. It is not stored
+            if each QuantizeLinear node is named ``<tensor>_codes_node``.
         target: name of the target.
         recipe: the recipe as JSON.
         made_by: version of detent that wrote the file.
@@ -66,6 +68,8 @@ class Provenance:
         # A recipe may be long, with one rule per layer, so its JSON is stored without spaces, too.
         recipe = json.dumps(json.loads(self.recipe), separators=(",", ":")) if self.recipe else ""
         fields = {name: value for name, value in vars(self).items() if value is not None}
+        if self.activations == _tensors_by_name(model):
+            del fields["activations"]
         _write_entry(model, KEY, {"version": VERSION, **fields, "recipe": recipe})
 
     @classmethod
@@ -83,11 +87,18 @@ class Provenance:
             fields.pop("digests", None)
         else:
             check_version(version, VERSION, entry)
+        fields.setdefault("activations", _tensors_by_name(model))
         parts = {name: fields.pop(name, None) for name in ("decisions", "export")}
         for name, part in parts.items():
             if not isinstance(part, dict | None):
                 raise FileFormatError(f"{entry}: {name} must be a JSON object, got {part!r:.60}")
         return replace(decode(cls, {**fields, "decisions": None, "export": None}, entry, _PARTS), **parts)
+
+
+def _tensors_by_name(model: ModelProto) -> dict[str, str]:
+    """Return the tensor of each QuantizeLinear node, as the node's name tells it, by the node's name."""
+    names = [node.name for node in model.graph.node if node.op_type == QUANTIZE]
+    return {name: name.removesuffix(CODES_NODE) for name in names if name.endswith(CODES_NODE)}
 
 
 def _write_entry(model: ModelProto, key: str, fields: Mapping[str, Any]) -> None:

@@ -233,7 +233,7 @@ class QdqWriter:
             names = [graph.add_constant(f"{stem}_{name}", bound) for name, bound in bounds]
             nodes.append(self._named(helper.make_node("Clip", [x, *names], [clipped]), stem))
             x = clipped
-        codes, dequantized = graph.fresh(f"{stem}_codes"), y or graph.fresh(f"{stem}_dequantized")
+        codes, dequantized = graph.fresh(f"{stem}_codes"), y or graph.fresh(f"{stem}_dq")
         nodes.append(self._named(quantize_node(x, scale, zero, codes, qparams), stem))
         nodes.append(self.dequantized((codes, scale, zero), dequantized, stem, qparams))
         return Pair(nodes, codes, dequantized)
@@ -252,7 +252,7 @@ class QdqWriter:
         qparams = QdqParams(np.asarray(scale, np.float32), np.zeros(scale.shape), TensorProto.INT32, axis=0)
         codes_name = self.graph.add_constant(f"{stem}_codes", codes, TensorProto.INT32)
         scale_name = self.graph.add_constant(f"{stem}_scale", qparams.scale)
-        y = self.graph.fresh(f"{stem}_dequantized")
+        y = self.graph.fresh(f"{stem}_dq")
         return self.dequantized((codes_name, scale_name, None), y, stem, qparams), y
 
     def switch(self, flag: str, nodes: Sequence[NodeProto], quantized: str, x: str) -> tuple[NodeProto, str]:

@@ -28,7 +28,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, inliner
 from detent.errors import DetentError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor
 from detent.onnx_model import Graph, QdqParams, Target
-from detent.onnx_model.graph import BITS, attribute_of, subgraphs
+from detent.onnx_model.graph import BITS, attribute_of, clear_notes, subgraphs
 from detent.onnx_model.ort_workarounds import guard_float
 from detent.onnx_model.qdq_writer import QdqWriter, gather, stored_codes
 from detent.params import QuantParams
@@ -48,8 +48,9 @@ def clean(model: ModelProto) -> ModelProto:
     if model.functions:
         model = inliner.inline_local_functions(model)
     del model.metadata_props[:]
+    clear_notes(model.graph)
     for graph in _graphs(model.graph):
-        for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        for part in (graph, *graph.input, *graph.output, *graph.value_info):
             del part.metadata_props[:]
             part.ClearField("doc_string")
     return model
@@ -135,7 +136,7 @@ class Lowering:
     def _rename(self, old: str, stem: str) -> None:
         graph = self.graph
         if graph.producer(old) is not None and old not in graph.outputs and old not in graph.captured:
-            new = graph.fresh(f"{stem}_dequantized")
+            new = graph.fresh(f"{stem}_dq")
             graph.redirect(old, new, graph.consumers(old))
             graph.rename(old, new)
 
