@@ -7,10 +7,11 @@ from onnx_graphs import Maker, conv_chain, images, operators, weights
 
 import detent as dt
 import detent.onnx as qo
-from detent.errors import SpecError
+from detent.errors import SpecError, UnsupportedError
 from detent.onnx import fast_kernels
 from detent.onnx.fast_kernels import LastLayers, choose_last_layers, multiplications
-from detent.onnx.graph_plan import plan
+from detent.onnx.graph_plan import NO_KERNEL, PADDED, plan
+from detent.onnx.pipeline import output_sqnr
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.sessions import kernels_of, optimized
 
@@ -69,6 +70,84 @@ def test_other_runtimes_need_no_quantized_outputs():
         graph_plan = plan(prepared, target=target)
         work = multiplications(graph_plan, images(1, batch=1)[0])
         assert choose_last_layers(graph_plan, work, "balanced") == expected
+
+
+def upsampled(side=8, group=1, channels=32):
+    """A convolution, and a ConvTranspose that has most of the weights."""
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 32, name="before")])
+    weight = weights(32, channels // group, 4, 4)
+    return m.model(
+        [("x", [1, 8, side, side])],
+        [m.add("ConvTranspose", [t, m.constant(weight)], name="up", strides=[2, 2], pads=[1] * 4, group=group)],
+    )
+
+
+def layer_named(decisions, name):
+    return next(each for each in decisions.layers if each.name == name)
+
+
+@pytest.mark.parametrize("group", [1, 2, 32])
+def test_a_large_conv_transpose_is_stored_as_codes(group):
+    model, feeds = upsampled(group=group), images(2, batch=1)
+    decisions, file = decided(model, feeds)
+    up = layer_named(decisions, "up")
+    assert up.is_quantized
+    assert up.input is None, "ONNX Runtime has no integer kernel for it"
+    assert up.weight_scale.shape == (32 // group,)
+    node = next(each for each in file.graph.node if each.name == "up")
+    producer = Graph(file).producer(node.input[1])
+    assert (producer.op_type, producer.attribute[0].i) == ("DequantizeLinear", 1)
+    assert output_sqnr(model, file, feeds)[file.graph.output[0].name] > 35
+
+
+def test_speed_keeps_a_conv_transpose_in_float():
+    decisions, _ = decided(upsampled(), images(2, batch=1), prefer="speed")
+    assert layer_named(decisions, "up").reason == NO_KERNEL
+
+
+def test_a_small_conv_transpose_is_kept_in_float():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 64, name="before")])
+    t = m.add("Relu", [m.conv(t, 64, 64, name="dense")])
+    small = m.model([("x", [1, 8, 8, 8])], [m.add("ConvTranspose", [t, m.constant(weights(64, 1, 2, 2))], name="up")])
+    decisions, _ = decided(small, images(2, batch=1))
+    assert layer_named(decisions, "up").reason == NO_KERNEL
+
+
+def test_a_conv_transpose_of_few_pixels_is_kept_in_float():
+    """One input pixel: to dequantize a weight takes longer than all its multiplications."""
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 32, 1, name="before")])
+    t = m.add("GlobalAveragePool", [t])
+    model = m.model([("x", [1, 8, 8, 8])], [m.add("ConvTranspose", [t, m.constant(weights(32, 64, 4, 4))], name="up")])
+    decisions, _ = decided(model, images(2, batch=1))
+    assert layer_named(decisions, "up").reason == fast_kernels.SLOW_REASON
+
+
+def test_a_model_with_only_slow_weights_is_rejected():
+    m = Maker()
+    up = m.add("ConvTranspose", ["x", m.constant(weights(8, 64, 4, 4))], name="up")
+    with pytest.raises(UnsupportedError, match=fast_kernels.SLOW_REASON):
+        qo.decide(m.model([("x", [1, 8, 1, 1])], [up]), images(2, side=1, batch=1), progress=False)
+
+
+def test_other_runtimes_quantize_the_input_of_a_conv_transpose():
+    line = plan(qo.prepare(upsampled()), target="openvino").layers[-1]
+    assert (line.name, line.note) == ("up", "")
+    assert line.input is not None
+
+
+def test_multiplications_of_a_conv_transpose():
+    counts = multiplications(plan(qo.prepare(upsampled())), images(1, batch=1)[0])
+    assert counts["up"] == 64 * 32 * 32 * 16
+
+
+def test_a_4_bit_conv_transpose_notes_its_size():
+    recipe = dt.Recipe([dt.Rule("*", weight="int4/axis0", input="uint8/tensor/affine")])
+    line = plan(qo.prepare(upsampled()), recipe).layers[-1]
+    assert line.note.startswith(NO_KERNEL)
+    assert PADDED in line.note
 
 
 def sensitive(cheap=True):

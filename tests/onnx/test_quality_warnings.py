@@ -152,7 +152,9 @@ def test_layers_that_do_not_run_on_integer_kernels(tmp_path):
     assert text.startswith(
         "only 1 of 6 layers on integer kernels; others hold 83% of the weights: up0: ONNX Runtime has"
     )
-    assert text.endswith("; 2 more: ONNX Runtime has no integer kernel for ConvTranspose")
+    assert text.endswith(
+        "; 2 more: ONNX Runtime has no integer kernel for ConvTranspose, so only its weight is quantized"
+    )
     skipped = quantized(tmp_path, chain(), images(32, batch=1), skip="second")
     assert "float-layers" not in codes(skipped), "the user chose it"
 

@@ -1,25 +1,28 @@
 """Fast kernels: the conditions under which ONNX Runtime runs a layer on a fast integer kernel.
 
-Two choices depend on the data, and are made here:
+Three choices depend on the data, and are made here:
 
 - **Last layers.** ONNX Runtime runs a Conv on an integer kernel only if its output is quantized. A Conv that no
   quantized layer follows would run in float, and dequantize its weight in every run. If it is small, it is kept in
   float. Otherwise its output is quantized too.
+- **Weights of float layers.** ONNX Runtime has no integer kernel for ConvTranspose. Its weight is stored as codes for
+  the size of the file, and dequantized in every run. If that would take too much time, the weight is kept in float.
 - **Bits of weights.** Kernels that are fast on every CPU need weights of 7 bits (see ``targets``). Kernels for 8 bits
   take up to three times as long. So only a few layers get 8 bits: those where 8 bits lower the noise at the outputs the
   most. Together, these layers do a small part of the multiplications.
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
 from detent.onnx.float_fallback import NoiseByLayer, search_by_halves
-from detent.onnx.graph_plan import GraphPlan, LayerPlan, Preference
+from detent.onnx.graph_plan import NO_KERNEL, GraphPlan, LayerPlan, Preference
 from detent.onnx_model.sessions import FLOAT_NBYTES, tensor_nbytes
 
-__all__ = ["LastLayers", "choose_last_layers", "choose_wide", "multiplications"]
+__all__ = ["LastLayers", "choose_last_layers", "choose_slow_weights", "choose_wide", "multiplications"]
 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
@@ -27,6 +30,11 @@ Feed = Mapping[str, Array]
 FLOAT_REASON = "last layer: an integer kernel would need a quantized output"
 MAX_FLOAT_WORK = 0.05  # a last layer with a larger share of the multiplications is not kept in float
 MAX_FLOAT_BYTES = 0.02  # bytes that last layers in float may add, relative to all quantized weights
+SLOW_REASON = "ONNX Runtime would dequantize its weight in every run, which takes too long"
+# To dequantize one weight takes as long as this many multiplications in float. Measured on one thread with 8 shapes:
+# 14 to 22 for kernels of 4 x 4, and up to 45 for kernels of 2 x 2, which have few weights between two scales.
+DEQUANTIZE_WORK = 24
+MAX_DEQUANTIZE_WORK = 0.4  # share of the multiplications; above it, more weights of float layers stay in float
 MAX_WIDE_WORK = 0.01  # layers with 8-bit weights do at most this share of the multiplications
 ACCEPTED_NOISE = 1.1  # times the noise of all-8-bit weights (0.4 dB); below this noise, no more layers get 8 bits
 MIN_GAIN = 0.02  # a layer gets 8 bits only if this removes at least this share of the noise
@@ -36,14 +44,14 @@ NEGLIGIBLE_NOISE = 1e-3  # noise relative to the power of an output (30 dB); bel
 def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:
     """Count the multiplications of each quantized layer on a batch, by layer name; 0 for a Gather."""
     layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
-    results = {name: layer.node.output[0] for name, layer in layers.items()}
-    sizes = tensor_nbytes(plan.model, list(results.values()), feed)
+    # Each output of a layer is a sum over a channel of its weight; each input of a ConvTranspose is spread over one.
+    is_spread = {name: layer.node.op_type == "ConvTranspose" for name, layer in layers.items()}
+    tensors = {name: layer.data if is_spread[name] else layer.node.output[0] for name, layer in layers.items()}
+    sizes = tensor_nbytes(plan.model, list(dict.fromkeys(tensors.values())), feed)
     counts = {line.name: 0.0 for line in plan.quantized}
     for name, layer in layers.items():
-        per_output = 1.0
-        for axis, size in enumerate(layer.shape):
-            per_output *= 1 if axis == layer.axis else size
-        counts[name] = sizes[results[name]] / FLOAT_NBYTES * per_output
+        axis = 0 if is_spread[name] else layer.axis
+        counts[name] = sizes[tensors[name]] / FLOAT_NBYTES * (prod(layer.shape) / layer.shape[axis])
     return counts
 
 
@@ -91,6 +99,24 @@ def _results(plan: GraphPlan, line: LayerPlan) -> set[str]:
     result = plan.layers_by_name[line.name].node.output[0]
     readers = [node for node in plan.graph.consumers(result) if node.op_type in {"Relu", "Clip"}]
     return {result, *(node.output[0] for node in readers)}
+
+
+def choose_slow_weights(plan: GraphPlan, work: Mapping[str, float]) -> list[str]:
+    """Choose the ConvTranspose layers whose weights are kept in float, because dequantizing them takes too long.
+
+    ``work`` is the result of ``multiplications``. Only layers whose input would be quantized on other runtimes count:
+    a weight-only recipe is for the size of the file.
+    """
+    lines = [line for line in plan.quantized if line.note.startswith(NO_KERNEL)]
+    spare = MAX_DEQUANTIZE_WORK * sum(work.values())
+    slow = []
+    for line in sorted(lines, key=lambda line: line.nbytes_before / (work[line.name] + 1)):
+        cost = DEQUANTIZE_WORK * line.nbytes_before / FLOAT_NBYTES
+        if cost <= spare:
+            spare -= cost
+        else:
+            slow.append(line.name)
+    return slow
 
 
 def choose_wide(noise: NoiseByLayer, plan: GraphPlan, work: Mapping[str, float]) -> dict[str, float]:

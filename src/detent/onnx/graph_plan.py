@@ -7,6 +7,7 @@ bytes, or why the layer is kept in float. ``qo.insert`` applies a plan.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from os import PathLike
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from detent.spec import QuantSpec, onnx_widths, stored_nbytes
 from detent.tables import html_table, short_name, table_lines
 
 __all__ = [
+    "NO_KERNEL",
     "PREFERENCES",
     "GraphPlan",
     "LayerPlan",
@@ -49,6 +51,8 @@ MINMAX_BITS = 8  # weights with at least 8 bits get their min-max range; with fe
 PADDED = "ONNX files store its weight in"  # start of a note
 SLOW_BITS = 16  # ONNX Runtime has no integer kernels for 16-bit activations on CPUs
 MIN_CONV_CHANNELS = 5  # with fewer input channels, integer kernels of ONNX Runtime are 2 to 10 times slower than float
+MIN_TRANSPOSE_SHARE = 0.01  # of all weight bytes; a ConvTranspose with a smaller weight is kept in float
+NO_KERNEL = "ONNX Runtime has no integer kernel for ConvTranspose"  # reason, and start of a note
 FLOAT_BYTES = 4
 
 
@@ -229,7 +233,8 @@ def plan(
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         target: the runtime that the file is for, such as "onnxruntime-avx2".
         skip: names or glob patterns of layers to keep in float.
-        prefer: "accuracy" for weights of 8 bits where fast kernels would need 7. See ``qo.quantize``.
+        prefer: "accuracy" for weights of 8 bits where fast kernels would need 7; "speed" to keep weights in float
+            that would be dequantized in every run. See ``qo.quantize``.
 
     Raises:
         SpecError: a rule or a pattern of ``skip`` matches no layer, or a weight lacks the axis that its rule names.
@@ -254,10 +259,12 @@ def plan(
     rule_layers = [RuleLayer(each.name, each.types, each.name == first, each.name == last) for each in layers]
     recipe.check_matched(rule_layers)
     skipped = skipped_names([layer.name for layer in layers], skip, "qo.plan and --dry-run show")
+    small = MIN_TRANSPOSE_SHARE * sum(_float_nbytes(layer) for layer in layers)
     lines = []
     for each, layer in zip(rule_layers, layers, strict=True):
         decision = recipe.resolve(each.name, each.types, first=each.first, last=each.last)
-        line = _plan_layer(graph, layer, decision, target, skipped=layer.name in skipped)
+        is_small = prefer == "speed" or _float_nbytes(layer) < small
+        line = _plan_layer(graph, layer, decision, target, skipped=layer.name in skipped, is_small=is_small)
         lines.append(line if prefer == "accuracy" else _with_fast_weight(line, layer, target))
     by_name = {layer.name: layer for layer in layers}
     return GraphPlan(recipe, target, _without_shared(graph, by_name, lines), model)
@@ -287,15 +294,23 @@ def _float_reader(graph: Graph, weight: str, quantized: Mapping[str, str]) -> st
     return ""
 
 
-def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, *, skipped: bool) -> LayerPlan:
+def _float_nbytes(layer: Layer) -> int:
+    """Return the bytes of a layer's float weight; 0 if the weight is not constant."""
+    return FLOAT_BYTES * prod(layer.shape) if layer.shape else 0
+
+
+def _plan_layer(
+    graph: Graph, layer: Layer, decision: Decision, target: Target, *, skipped: bool, is_small: bool
+) -> LayerPlan:
+    """Plan one layer; ``is_small`` keeps a ConvTranspose in float, because codes of its weight would not pay."""
     rule = decision.rules[-1] if decision.rules else None
-    before = FLOAT_BYTES
-    for size in layer.shape:
-        before *= size
-    before = before if layer.shape else 0
+    before = _float_nbytes(layer)
     line = LayerPlan(layer.name, layer.node.op_type, rule, nbytes_before=before, nbytes_after=before)
     input_spec = None if layer.node.op_type == "Gather" else decision.input
     reason = layer.reason or ("" if input_spec is None else _runtime_problem(layer, target))
+    note = ""
+    if reason == NO_KERNEL and not is_small:
+        reason, note, input_spec = "", f"{NO_KERNEL}, so only its weight is quantized", None
     if reason:
         return line.kept_in_float(reason)
     if skipped or decision.skip or rule is None:
@@ -313,10 +328,12 @@ def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, 
     if reason:
         return line.kept_in_float(reason)
     slow = input_spec is not None and input_spec.bits == SLOW_BITS
-    note = "ONNX Runtime runs 16-bit activations in float on CPUs" if slow and target.runtime == "onnxruntime" else ""
+    if slow and target.runtime == "onnxruntime":
+        note = "ONNX Runtime runs 16-bit activations in float on CPUs"
     stored = next(width for width in onnx_widths(is_matmul=layer.node.op_type in MATMULS) if width >= weight.bits)
     if stored > weight.bits:
-        note = f"{PADDED} {stored} bits, not {weight.bits}: no smaller than {stored}-bit weights, but less accurate"
+        padded = f"{PADDED} {stored} bits, not {weight.bits}: no smaller than {stored}-bit weights, but less accurate"
+        note = f"{note}; {padded}" if note.startswith(NO_KERNEL) else padded
     after = _stored_nbytes(weight, layer)
     return replace(line, weight=weight, input=input_spec, observer=decision.observer, nbytes_after=after, note=note)
 
@@ -333,7 +350,7 @@ def _runtime_problem(layer: Layer, target: Target) -> str:
     if target.runtime != "onnxruntime":
         return ""
     if layer.node.op_type == "ConvTranspose":
-        return "ONNX Runtime has no integer kernel for ConvTranspose"
+        return NO_KERNEL
     if layer.node.op_type == "Conv" and not layer.depthwise and layer.shape[1] < MIN_CONV_CHANNELS:
         count = layer.shape[1]
         return f"only {count} input channel{'s' * (count != 1)}: an integer kernel would be slower than float"

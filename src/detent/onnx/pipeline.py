@@ -43,7 +43,14 @@ from detent.onnx.calibration import (
 )
 from detent.onnx.clipped_ranges import unclip
 from detent.onnx.decisions import Decisions, Equalized, QuantizerPlacement, Smoothed
-from detent.onnx.fast_kernels import FLOAT_REASON, choose_last_layers, choose_wide, multiplications
+from detent.onnx.fast_kernels import (
+    FLOAT_REASON,
+    SLOW_REASON,
+    choose_last_layers,
+    choose_slow_weights,
+    choose_wide,
+    multiplications,
+)
 from detent.onnx.float_fallback import NoiseByLayer, choose_float
 from detent.onnx.graph_plan import PREFERENCES, GraphPlan, Preference, RecipeLike, plan
 from detent.onnx.layer_error import IsolatedLayers
@@ -125,7 +132,7 @@ class LayerReport:
         if self.reason or self.runs_on_integer_kernel:
             return self.reason
         if not self.input:
-            return "the layer's input is float"
+            return self.note or "the layer's input is float"
         return self.note or f"ONNX Runtime runs this layer as {self.kernel or self.type} on this machine"
 
 
@@ -493,6 +500,8 @@ def _decide_with_data(
         work = multiplications(graph_plan, batches.check_first())
         last = choose_last_layers(graph_plan, work, options.prefer)
         graph_plan = graph_plan.without(last.in_float, FLOAT_REASON).with_quantized_outputs(last.quantized)
+        graph_plan = graph_plan.without(choose_slow_weights(graph_plan, work), SLOW_REASON)
+    _reject_empty(graph_plan)
     groups: list[list[str]] | None = None
     if run.memory_budget is not None:  # fail early if the budget is too small
         groups = tensor_groups(graph_plan, batches, run.memory_budget)

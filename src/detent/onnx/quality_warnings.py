@@ -215,7 +215,7 @@ def _layer_warnings(plan: GraphPlan, layers: Sequence[LayerRow]) -> Iterator[Qua
             "float-layers",
             f"only {done:,} of {len(layers):,} layers {what}; others hold {share:.0%} of the weights: {names}",
         )
-    padded = [line for line in plan.quantized if line.note.startswith(PADDED)]
+    padded = [line for line in plan.quantized if PADDED in line.note]
     if padded:
         count, first = counted(len(padded), "layer"), padded[0]
         text = f"weights of {count} are stored in a larger type; the first layer is {first.name}: {first.note}"
