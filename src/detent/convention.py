@@ -165,7 +165,7 @@ _ROWS = (
     # rule for two-sided ranges, and raises scales below 2^-23, as torch's observers do.
     Convention("torch_fused",        "reciprocal", half_even, "after_round",  "tight",     False, True,  _TORCH_EPS, "code_inclusive"),
     Convention("compressed_tensors", "divide",     half_even, "before_round", "half_span", False, True,  _TORCH_EPS, "identity"),
-    # oxicuda's GPU code rounds half to even, has no zero point and uses +-127 for int8. This preset is its CPU rule.
+    # oxicuda's GPU code rounds half to even, has no zero point and uses +-127 for int8. This preset follows its CPU code.
     Convention("oxicuda",            "divide",     half_away, "before_round", "qmax",      False, False, ZeroRange("width", 1e-8), "value_inclusive"),
     # entrenar's clamped backward ignores the zero point; detent's Clipped(on="value") includes it. entrenar computes the
     # zero point from scale 0 before it raises the scale to 1e-10; detent raises the scale first.

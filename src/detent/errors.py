@@ -78,7 +78,7 @@ class DtypeError(DetentError, TypeError):
 
 
 class OutError(DetentError, ValueError):
-    """An ``out`` array of the wrong dtype or shape, read-only, or overlapping an input."""
+    """An ``out`` array that has the wrong dtype or shape, is read-only, or overlaps an input."""
 
 
 class NaNError(DetentError, ValueError):
@@ -134,7 +134,7 @@ def closest(given: str, names: Iterable[str]) -> str:
     return f": did you mean {matches[0]!r}?" if matches else ":"
 
 
-# Optional packages, and for each the extra of detent that installs it.
+# Maps each optional package to the extra of detent that installs it.
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {
         "typer": "cli",
@@ -147,9 +147,9 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
     }
 )
 INSTALL = "pip install 'detent["
-NOTHING_QUANTIZED = "no layer was quantized"  # how an error message begins; commands have an exit code for this error
+NOTHING_QUANTIZED = "no layer was quantized"  # the start of an error message that has its own exit code
 
 
 def install_hint(package: str) -> str:
-    """Format the pip command that installs the extra which contains a package."""
+    """Format the pip command that installs ``package`` with an extra of detent."""
     return f"{INSTALL}{EXTRAS.get(package, package)}]'"

@@ -92,7 +92,7 @@ def _integer(bits: int, *, signed: bool) -> Format:
 def _float_format(name: str, *, exponent: int, mantissa: int, specials: tuple[float, ...], onnx: str) -> Format:
     """Make a float format: a sign bit, ``exponent`` bits with bias 2^(exponent-1)-1, ``mantissa`` bits.
 
-    ``specials`` are the values (infinity and NaN) of the last codes whose sign bit is 0.
+    ``specials`` are the values that are not finite; the last codes whose sign bit is 0 have these values.
     """
     bias = (1 << (exponent - 1)) - 1
     finite = (1 << (exponent + mantissa)) - len(specials)

@@ -311,7 +311,7 @@ def entropy_bits(q: QuantizedTensor) -> float:
 
 
 def _histogram(q: QuantizedTensor) -> NDArray[np.int64]:
-    """Return the counts of all codes that occur in q, in the order of their bits, without NaN and infinities."""
+    """Return how often each code that occurs in q occurs there; codes of NaN and infinities are left out."""
     if not isinstance(q, QuantizedTensor):
         raise DtypeError(f"got {type(q).__name__}, expected a QuantizedTensor: make one with dt.quantize")
     if q.spec.format.kind != "float":

@@ -183,7 +183,9 @@ class QuantParams:
         return cls.from_range(spec, lo, hi, dtype=compute_dtype(data.dtype))
 
     def from_statistics(self, lo: ArrayLike, hi: ArrayLike) -> "QuantParams":
-        """Derive parameters with this spec from new bounds, which are broadcast to the shape of this scale.
+        """Derive new parameters with the same spec and scale shape from other bounds.
+
+        Bounds are single values, or arrays in the scale's shape.
 
         >>> import detent as dt
         >>> dt.QuantParams.int8_symmetric().from_statistics(-2.0, 2.0).max_val

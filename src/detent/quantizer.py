@@ -380,7 +380,10 @@ class ScaleState:
         return fake_quantize(x, after.require(), step=step), after
 
     def after_batch(self, x: Array, *, training: bool) -> "ScaleState":
-        """Return the state with which forward quantizes x, updated by x if needed; ranges ignore NaN and infinities."""
+        """Return the state with which forward quantizes x: the old state, or a state updated by x.
+
+        The updated ranges ignore NaN and infinities.
+        """
         if isinstance(self.mode, PerBatch):
             return self.with_params(MinMax(self.spec.granularity).observe(x).params(self.spec))
         if self.observer is not None and training:

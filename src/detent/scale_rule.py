@@ -49,7 +49,7 @@ def derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Parame
     derived = kernels.derive(spec, lo, hi, dtype)
     if derived is not None:
         return Parameters(derived[0], derived[1].astype(np.int32))
-    return _derive(spec, lo, hi, dtype)  # scale formats other than "float", and ranges that raise an error
+    return _derive(spec, lo, hi, dtype)  # if there is no native kernel, or to raise an error
 
 
 def least_scale(spec: QuantSpec, dtype: np.dtype) -> float:

@@ -53,7 +53,10 @@ class HardTanh:
 
 @dataclass(frozen=True)
 class Tanh:
-    """STE with the derivative of tanh; x is in units of the range's half width ("range") or of the scale ("step")."""
+    """STE with the derivative of tanh.
+
+    ``unit`` says how x is measured: in half widths of the range ("range"), or in scales ("step").
+    """
 
     unit: Literal["range", "step"] = "range"
 

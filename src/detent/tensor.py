@@ -384,7 +384,7 @@ def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
 
 
 def slice_params(params: QuantParams, shape: tuple[int, ...], slices: Slices) -> QuantParams:
-    """Return the parameters of a slice of data with this shape."""
+    """Return the parameters of a part of the data: ``slices`` select the part from data of shape ``shape``."""
     before = params.spec.granularity.tiling(shape)
     sizes = (len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=True))
     after = params.spec.granularity.tiling(tuple(sizes))

@@ -184,7 +184,10 @@ def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array
 
 
 def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
-    """Derive scale and zero point from float64 bounds by a native kernel; return None if that is not possible."""
+    """Derive scale and zero point from float64 bounds by a native kernel.
+
+    Returns None if there is no native kernel, or if a range is invalid.
+    """
     return None if current_kernels() == "reference" else native.derive(spec, lo, hi, dtype)
 
 

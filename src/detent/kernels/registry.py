@@ -50,7 +50,7 @@ def _why_not(problem: Problem, choice: str) -> str | None:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Kernels of this installation, with CPU and threads.
+    """CPU, number of threads, and the kernel of each operation in this installation.
 
     Attributes:
         level: instruction set of the native kernels; "none" if there are no native kernels.

@@ -21,7 +21,10 @@ BLOCK = 1024  # elements; part of the accumulation order, so it never changes
 
 
 def reduce_sets(xp: Any, values: Any, tiling: Tiling, reduce: Callable[[Any], Any]) -> Any:
-    """Reduce each parameter set to one value, in the scale's shape; ``reduce`` reduces the last axis of an array."""
+    """Reduce each parameter set to one value with ``reduce``, which reduces the last axis of an array.
+
+    The result has the scale's shape.
+    """
     if 0 in tiling.shape:
         empty = xp.zeros((*tiling.grid, 0), dtype=values.dtype, device=values.device)
         return xp.reshape(reduce(empty), tiling.scale_shape)
