@@ -108,8 +108,8 @@ class BinnedObserver(Observer):
         total = float(counts.sum(dtype=np.float64)) + float(added.sum(dtype=np.float64))
         if total >= MASS_LIMIT:
             raise RangeError(
-                f"the sum of weights is {total / 2**WEIGHT_BITS:.3g}, too large for 64-bit fixed point with "
-                f"{WEIGHT_BITS} fractional bits: divide the weights by their mean"
+                f"the weights of the elements sum to {total / 2**WEIGHT_BITS:.3g}, too large for 64-bit fixed point "
+                f"with {WEIGHT_BITS} fractional bits: divide the weights by their mean"
             )
         return counts
 
@@ -241,7 +241,7 @@ class SearchObserver(BinnedObserver):
 
 
 def _row_indices(rows: NDArray[np.int64]) -> NDArray[np.int16]:
-    """Map each of the 512 possible rows to its index in ``rows``, or to -1 if it does not occur."""
+    """Map each of the 512 possible rows to its index in ``rows``, or to -1 if the row does not occur."""
     indices = np.full(ROWS, -1, np.int16)
     indices[rows] = np.arange(rows.size)
     return indices
@@ -258,7 +258,7 @@ def _as_units(counts: Counts) -> Counts:
 
 
 def _fixed_point(weight: ArrayLike, data: Array) -> Counts:
-    """Convert weights to integers in units of 2^-24, broadcast to the data."""
+    """Convert weights of elements to integers in units of 2^-24, and broadcast them to the data."""
     try:
         weights: NDArray[Any] = np.asarray(weight).astype(np.float64, casting="same_kind")
     except (TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
 """MSE: the range with the least quantization error, searched on a histogram of the data.
 
-The error is computed as the spec quantizes: with its format, the scale rule of its convention, and the rounded scale.
-The error includes clipping and rounding, integrated over the bins. The search varies the scale and, for affine specs,
-the zero point::
+The error is computed with the spec's format, the scale rule of its convention, and the scale as it is stored. The error
+includes clipping and rounding, integrated over the bins. The search varies the scale and, for affine specs, the zero
+point::
 
     1. a coarse search from the scale of the min-max range downward, in half octaves; it stops where the clipping error
        exceeds the least error so far, because every smaller scale clips more

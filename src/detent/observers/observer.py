@@ -45,7 +45,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def exclusive(method: Method) -> Method:
-    """Make a method of an observer hold the observer's lock."""
+    """Decorate a method of an observer: the method holds the observer's lock while it runs."""
 
     @wraps(method)
     def locked(self: "Observer", *args: Any, **options: Any) -> Any:  # noqa: ANN401 - the method's own arguments
@@ -134,9 +134,9 @@ class Observer(ABC):
         return self
 
     def _batch_bounds(self, data: Array, tiling: Tiling, weight: ArrayLike | None) -> tuple[Bounds, Bounds, int]:
-        """Return the batch's bounds and number of non-finite elements; subclasses update their histograms here."""
+        """Return the bounds of a batch and its number of non-finite elements; subclasses also update histograms."""
         if weight is not None:
-            raise UnsupportedError(f"{self!r} does not support weights: use MSE, Percentile or Entropy")
+            raise UnsupportedError(f"{self!r} does not support the argument weight: use MSE, Percentile or Entropy")
         return minmax(data, tiling)
 
     def _as_state(self, low: Bounds, high: Bounds) -> tuple[Bounds, Bounds]:

@@ -56,7 +56,7 @@ def calibrate(
         every: number of batches between two saves.
 
     Raises:
-        NotCalibratedError: there are no batches, or an observer has no finite value.
+        NotCalibratedError: there are no batches, or an observer has observed no finite value.
         ShapeError: a batch has no array for an observer, or the scale shape differs from that of earlier batches.
         FileFormatError: the resume file was saved for different observers or batches.
 

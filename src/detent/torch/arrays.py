@@ -121,17 +121,17 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
 
 
 class Order(NamedTuple):
-    """A memory order of axes (None means C order), and the spec for a tensor whose axes are permuted to this order."""
+    """The memory order of a tensor's axes (None means C order), and the spec for the tensor permuted to this order."""
 
     axes: tuple[int, ...] | None
     spec: QuantSpec
 
     def lay(self, x: Tensor) -> Tensor:
-        """Permute x to this order and make it C-contiguous; the result is a view of x if no copy is needed."""
+        """Permute x to this memory order and make it C-contiguous; the result is a view of x if no copy is needed."""
         return (x if self.axes is None else x.permute(self.axes)).contiguous()
 
     def restore(self, laid: Tensor) -> Tensor:
-        """Permute a tensor in this order back to the original order of axes, as a view."""
+        """Undo ``lay``: permute a tensor back to the original order of axes, as a view."""
         if self.axes is None:
             return laid
         return laid.permute(sorted(range(laid.ndim), key=self.axes.__getitem__))

@@ -39,7 +39,7 @@ __all__ = ["Fold", "QuantizedNorm", "find_folds", "unfused_weight"]
 def unfused_weight(
     weight: Tensor, factor: Tensor | None, quantize: Callable[[Tensor], Tensor], *, in_place: bool = False
 ) -> Tensor:
-    """Compute ``fq(w * f) / f``, or ``fq(w)`` if the factor is None.
+    """Fake-quantize weight w with the batch norm factor f: ``fq(w * f) / f``, or ``fq(w)`` if f is None.
 
     With ``in_place``, the division overwrites the tensor that ``quantize`` returns.
     """
@@ -86,11 +86,11 @@ class Fold:
         return _per_channel(torch.where(gain == 0, torch.ones_like(gain), gain), weight)
 
     def with_gain(self, weight: Tensor) -> Tensor:
-        """The weight of the folded layer, ``w * g``."""
+        """The weight w of the layer, multiplied by the gain of the batch norm: ``w * g``."""
         return weight * _per_channel(self.gain().to(weight.dtype), weight)
 
     def codes_with_gain(self, quantized: QuantizedTensor) -> QuantizedTensor:
-        """Multiply a quantized weight by g: the scales are multiplied by ``|g|``, and the codes by the sign of g."""
+        """Multiply a quantized weight by the gain g: scales are multiplied by ``|g|``, and codes by the sign of g."""
         scale = to_tensor(quantized.params.scale)
         gain = on_cpu(self.gain()).to(scale.dtype)
         params = QuantParams(quantized.spec, to_array(_scale_with_gain(scale, gain)))
@@ -98,7 +98,7 @@ class Fold:
         return QuantizedTensor.from_codes(quantized.codes * signs, params, quantized.dtype)
 
     def fake_quantize_with_gain(self, weight: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-        """Quantize a float weight, multiply it by g as ``codes_with_gain`` does, and dequantize it.
+        """Quantize a float weight, multiply it by the gain as ``codes_with_gain`` does, and dequantize it.
 
         The computation uses torch operations and records no gradients.
         """
@@ -110,7 +110,7 @@ class Fold:
         return y if spec.format.kind == "float" else xp.where(y == 0, torch.zeros_like(y), y)
 
     def bias(self, bias: Tensor | None) -> Tensor:
-        """The bias of the folded layer, ``(b - mean) * g + beta``."""
+        """The bias of the layer after folding the batch norm: ``(b - mean) * g + beta``."""
         norm = self.norm
         gain, mean = self.gain(), norm.running_mean.detach()  # type: ignore[union-attr]
         shift = -mean if bias is None else full_tensor(bias.detach()) - mean

@@ -207,7 +207,7 @@ class Oscillation:
 
 
 def _levels(q: QuantizedTensor) -> Array:
-    """Numbers with the same order as the dequantized codes."""
+    """Return numbers that sort like the dequantized codes."""
     if q.spec.format.kind == "float":
         return np.asarray(q.spec.format.levels, np.float32)[q.codes.view(np.uint8)]
     return q.codes.astype(np.float32)
@@ -227,7 +227,7 @@ class Watcher:
         self._every, self._calls = every, 0
 
     def __call__(self, quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
-        """Sample x: a weight in each call, an activation every few calls. If ``params`` is None, compute the params."""
+        """Sample x: a weight at each call, an activation every few calls. If ``params`` is None, it is computed."""
         if not quantizer.training or torch._C._are_functorch_transforms_active() or not x.numel():
             return
         self._calls += 1

@@ -169,7 +169,7 @@ def _compare_once(model: nn.Module) -> None:
 
 
 def _describe(model: nn.Module, observers: Mapping[str, Observer]) -> dict[str, str]:
-    """The settings of each quantizer, which must be the same on all processes."""
+    """Return a text for each quantizer name, with the settings that must be the same on all processes."""
     lines = {}
     for name, each in quantizers_of(model).items():
         ste = "custom" if isinstance(each.ste, Custom) else repr(each.ste)
@@ -220,7 +220,7 @@ def _gather(own: Tensor, model: nn.Module) -> list[Tensor]:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """The device for tensors in collectives of the default group."""
+    """The device for tensors in collectives of the default process group."""
     if process_count() == 1 or any(name in dist.get_backend() for name in ("gloo", "mpi", "cpu")):
         return torch.device("cpu")
     devices = (each.scale.device for each in quantizers_of(model).values())

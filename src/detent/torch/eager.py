@@ -1,4 +1,4 @@
-"""Eager mode: the operations of ``detent.ops`` on plain tensors in CPU memory, by native kernels and without copies.
+"""Eager mode: native kernels run the operations of ``detent.ops`` on plain tensors in CPU memory, without copies.
 
 Results have the memory order of x. No gradients are recorded. Arguments are not checked: to check that parameters fit
 x, call ``check``.
@@ -38,7 +38,7 @@ def check(x: Tensor, params: QuantParams) -> None:
 
 
 def fake_quantize(x: Tensor, params: QuantParams, step: int = 0, slot: Slot | None = None) -> Tensor:
-    """Fake-quantize x into new memory, or into scratch memory if a slot is given."""
+    """Fake-quantize x into new memory, or into scratch memory if ``slot`` is given."""
     order = order_of(x, params.spec)
     data = order.lay(x)
     y = borrow(slot, data)
@@ -83,7 +83,7 @@ def backward(
 def learned_backward(
     g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, scale and zero point; sums are in C order, whatever the memory order of x."""
+    """The gradients of x, scale and zero point; sums add elements in C order, whatever the memory order of x."""
     data, gradient = x.contiguous(), g.contiguous()
     plan = _plan("fake_quantize_learned_backward", data, params.spec, ste)
     gradients = plan.run(to_array(gradient), to_array(data), params, step=step)

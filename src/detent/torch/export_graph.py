@@ -5,7 +5,7 @@ mark                                        replaced by
 =========================================== ===========================================================================
 activation                                  [Clip ->] QuantizeLinear -> DequantizeLinear
 weight                                      codes -> DequantizeLinear
-weight of a Linear with float input         codes [in, out] -> DequantizeLinear; weight-only kernels need these axes
+weight of a Linear with float input         codes [in, out], as weight-only kernels need them -> DequantizeLinear
 weight that Gather reads                    codes -> Gather -> DequantizeLinear, or codes -> Gather -> Cast -> Mul
 bias of an 8-bit Conv or Gemm               int32 codes -> DequantizeLinear, with scale x_scale * weight_scale
 =========================================== ===========================================================================
@@ -44,7 +44,7 @@ _TORCH_SYMBOL = re.compile(r"s\d+")  # torch's names for symbolic sizes that the
 
 
 def clean(model: ModelProto) -> ModelProto:
-    """Inline functions, and remove metadata and doc strings, which contain paths of source files."""
+    """Inline the functions of a model, and remove metadata and doc strings, which contain paths of source files."""
     if model.functions:
         model = inliner.inline_local_functions(model)
     del model.metadata_props[:]
@@ -90,7 +90,7 @@ FLOAT8_OPSET = 19  # first opset with float8 codes
 
 
 class Lowering:
-    """Replaces the marks of an exported model in place; weights are stored in types of ``min_bits`` bits or more."""
+    """Replaces the export marks of a model in place; weights are stored in types of ``min_bits`` bits or more."""
 
     def __init__(self, model: ModelProto, marked: Marked, target: Target, *, min_bits: int) -> None:
         self.graph = Graph(model)
@@ -243,7 +243,7 @@ class Lowering:
             )
 
     def _is_read_transposed(self, name: str) -> bool:
-        """Whether all readers of a weight multiply float data by the transposed weight."""
+        """Whether all nodes that read a weight multiply float data by the transposed weight."""
         readers = self.graph.consumers(name)
         return bool(readers) and all(self._has_float_input(node, name) for node in readers)
 
@@ -265,7 +265,7 @@ class Lowering:
         return node is not None and node.domain == DOMAIN
 
     def _use_transposed(self, name: str) -> None:
-        """Let the readers of a weight use its transposed codes."""
+        """Let the nodes that read a weight use its transposed codes."""
         for node in list(self.graph.consumers(name)):
             if node.op_type == "Gemm":
                 next(each for each in node.attribute if each.name == "transB").i = 0

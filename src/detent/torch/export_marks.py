@@ -26,7 +26,7 @@ _Convolutions = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 class MarkedQuantizer(FakeQuantize):
-    """A quantizer that inserts its mark instead of quantizing."""
+    """A quantizer that inserts an export mark into the graph instead of quantizing."""
 
     key: str  # full name of the weight, or of the activation quantizer
     of_weight: bool
@@ -61,7 +61,7 @@ class Marked:
 
 
 def copy_for_export(model: nn.Module) -> nn.Module:
-    """Copy a model to the CPU, in evaluation mode; the copy shares the parameters of a model on the CPU."""
+    """Copy a model to the CPU, in evaluation mode; if the model is already there, the copy shares its parameters."""
     plan_of(model)
     parameters = list(model.parameters())
     if any(hasattr(each, "full_tensor") for each in parameters):

@@ -112,7 +112,7 @@ class ExportRecord:
 
     @property
     def problem(self) -> str:
-        """The reason why the export cannot be repeated here; "" if it can."""
+        """The reason why the export cannot be repeated on this machine; "" if it can."""
         installed = exporter_versions()
         for name in EXPORTERS:
             if self.exporters.get(name) != installed[name]:
@@ -141,7 +141,7 @@ class ExportRecord:
         return dict(zip(names, tensors, strict=True)) if all(names) else tuple(tensors)
 
     def shapes(self) -> Any:
-        """Restore the argument ``dynamic_shapes``.
+        """Return the argument ``dynamic_shapes`` of the export.
 
         Raises:
             FileFormatError: the record is invalid.
@@ -175,12 +175,14 @@ def _shapes_to_json(value: Any) -> Any:
     if type(value) is torch.export.Dim:
         low, high = (int(each) if each < MAX_SIZE else None for each in (value.min, value.max))
         return {"dim": value.__name__, "min": low, "max": high}
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+    raise TypeError(
+        f"{type(value).__name__} cannot be written as JSON: use dicts, sequences, names and torch.export.Dim"
+    )
 
 
 def _key(key: object) -> int | str:
     if not isinstance(key, int | str):
-        raise TypeError(f"{type(key).__name__} cannot be a key of dynamic_shapes")
+        raise TypeError(f"{type(key).__name__} cannot be a key of dynamic_shapes: use a name or an index")
     return key
 
 

@@ -329,7 +329,7 @@ def _ste_gradients(g: Tensor | None, x: Tensor, operand: Operand, *, learn: bool
 
 
 def _ste_weight_gradients(g: Tensor | None, weight: Tensor, quantized: QuantizedWeight, *, learn: bool) -> Gradients:
-    """The gradients of weight, scale and zero point, given the gradient g of ``fq(w * f) / f``."""
+    """The gradients of weight w, scale and zero point, given the gradient g of the quantized ``fq(w * f) / f``."""
     operand, factor = quantized.operand, quantized.factor
     if g is None or factor is None or (isinstance(operand.ste, Identity) and not learn):
         return _ste_gradients(g, weight, operand, learn=learn)

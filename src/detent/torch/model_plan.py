@@ -330,7 +330,7 @@ def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple
 
 
 def _with_norms(lines: list[LayerPlan], model: nn.Module) -> Iterator[LayerPlan]:
-    """Add to each line the batch norm that is folded into the layer; layers with tied weights fold no batch norm."""
+    """Add to each LayerPlan the batch norm that is folded into the layer; layers with tied weights fold none."""
     folds, modules = find_folds(model), dict(model.named_modules())
     owners = {owner for line in lines for owner in line.tied.values()}
     for line in lines:

@@ -112,7 +112,7 @@ def _fake_quantize_by_range(
 
 
 class Values(NamedTuple):
-    """Parameters; a learned scale or zero point replaces that of ``params``."""
+    """Quantization parameters; ``scale`` and ``zero_point``, if given, are learned and replace those in ``params``."""
 
     params: QuantParams
     scale: Tensor | None = None
@@ -124,7 +124,7 @@ class Values(NamedTuple):
         return self.scale is not None or self.zero_point is not None
 
     def without_graph(self) -> "Values":
-        """A copy of the values for backward, in which learned tensors have only shape and dtype."""
+        """Return a copy for backward, in which learned tensors have a shape and a dtype, but no data."""
         return Values(self.params, *_without_data(self.scale, self.zero_point))
 
 
@@ -172,7 +172,7 @@ def apply_traced(
 
 
 def params_with(values: Values) -> QuantParams:
-    """The params with the values of the learned tensors, which may have more or fewer axes of length 1."""
+    """The params with the learned values, whose shapes may differ from those in ``params`` by axes of length 1."""
     params, spec = values.params, values.params.spec
     scale, zero_point = params.scale, params.zero_point
     if values.scale is not None:
@@ -231,7 +231,7 @@ def is_differentiated_twice() -> bool:
 
 
 def check_second_derivatives(ste: Estimator, *, learned: bool = False) -> None:
-    """Raise if there are no second derivatives: for learned scales, and for estimators except Identity and Clipped."""
+    """Raise if scales are learned or the estimator is not Identity or Clipped: there are no second derivatives."""
     if learned:
         raise learned_derivative_error()
     if not isinstance(ste, Identity | Clipped):
@@ -270,7 +270,7 @@ class _Selection(torch.autograd.Function):
 def learned_gradients(
     g: Tensor, x: Tensor, values: Values, ste: Estimator, step: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x, scale and zero point, in the shapes and dtypes of these tensors; None if not learned."""
+    """The gradients of x, scale and zero point, in the shapes and dtypes of these tensors; None for a constant."""
     kernel_ste = Identity() if isinstance(ste, Custom) else ste
     gx, *parts = eager.learned_backward(g, x, values.params, kernel_ste, step)
     if isinstance(ste, Custom):
@@ -402,7 +402,7 @@ class _TracedFakeQuantize(_CompiledFakeQuantize):
 
 
 class _TracedGradient(torch.autograd.Function):
-    """The gradient of x by the STE, as a function of the output gradient g.
+    """The STE gradient of x, as a function of the output gradient g.
 
     The function is elementwise and linear in g, so its backward and its jvp are the same function.
     """

@@ -146,7 +146,7 @@ class ParameterState(nn.Module):
 
     @property
     def is_learned(self) -> bool:
-        """Whether gradients change the parameters."""
+        """Whether the parameters are learned by gradients."""
         return isinstance(self.mode, Learned)
 
     @property
@@ -436,7 +436,7 @@ class ParameterState(nn.Module):
 
 
 class _Scale(torch.autograd.Function):
-    """The scale, differentiable in its shift."""
+    """The learned scale, as a differentiable function of ``scale_shift``."""
 
     generate_vmap_rule = True
 
@@ -456,7 +456,7 @@ class _Scale(torch.autograd.Function):
 
 
 class _ZeroPoint(torch.autograd.Function):
-    """The zero point before rounding, differentiable in its shift."""
+    """The learned zero point before rounding, as a differentiable function of ``zero_point_shift``."""
 
     generate_vmap_rule = True
 

@@ -44,7 +44,7 @@ _ANY_ORDER = QuantSpec("int8")
 
 
 class QuantizedLayer(nn.Module):
-    """Mixin class of every prepared layer; inside forward, and only there, weight attributes are quantized."""
+    """Mixin class of every prepared layer; only inside forward, weight attributes return quantized values."""
 
     float_class: ClassVar[type[nn.Module]]
     kind: ClassVar[LayerKind]
@@ -131,7 +131,7 @@ _counter_lock = threading.Lock()
 
 
 def _count_forwards(layers: list[QuantizedLayer], change: int) -> None:
-    """Add 1 at the beginning or -1 at the end of a forward pass to each layer's count, which all threads share."""
+    """Change each layer's number of running forward passes by 1 when a pass begins, and by -1 when it ends."""
     if torch.compiler.is_compiling():  # compilers cannot trace a lock; a trace runs in one thread
         for layer in layers:
             layer._forwards += change
@@ -215,7 +215,7 @@ class QuantizedMatmul(QuantizedLayer):
         return y.squeeze(0) if unbatched else y
 
     def padded(self, x: Tensor) -> Tensor:
-        """Pad x if ``Convolution`` cannot: ``padding_mode`` is not "zeros", or ``padding`` is a string."""
+        """Pad x if the padding is not zeros or is given as a string, which ``Convolution`` does not support."""
         layer: Any = self
         mode = layer.padding_mode
         if mode == "zeros" and not isinstance(layer.padding, str):
@@ -235,7 +235,7 @@ class QuantizedMatmul(QuantizedLayer):
         return constant.tensor, constant
 
     def _traced_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> Tensor:
-        """The quantized weight for the matmul, in torch operations."""
+        """The quantized weight for the matmul, computed in torch operations."""
         fold = self.fold
         if fold is None or not fold.is_fused:
             return weight if quantizer is None else unfused_weight(weight, self._factor(weight, quantizer), quantizer)

@@ -39,7 +39,7 @@ _hooks_of_saved_tensors: Callable[[bool], object] = getattr(
 
 
 def is_recomputing() -> bool:
-    """Whether a backward pass is running, in which activation checkpointing repeats a forward pass."""
+    """Whether this code runs inside a backward pass, where activation checkpointing repeats forward passes."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -74,7 +74,7 @@ _active = _Active()
 
 
 class Recording:
-    """Context of a training forward pass: records a pass that may be repeated, and replays a repeated pass."""
+    """Context of a forward pass in training: records its values if it may be repeated, or replays recorded values."""
 
     def __init__(self, layer: nn.Module, x: object) -> None:
         self._layer, self._x = layer, x
@@ -110,7 +110,7 @@ class Recording:
         self._record.values.setdefault(owner, []).append(value)
 
     def take(self, owner: object) -> tuple[Any, ...]:
-        """The value that the owner used at this point of the first pass, in a tuple; () if there is no record."""
+        """Return ``(value,)``, the value that the owner used at this point of the first pass; () without a record."""
         if self._record is None:
             self._record = self._find() or _Record()
         values, index = self._record.values.get(owner, ()), self._taken.get(owner, 0)

@@ -33,7 +33,7 @@ EVENTS = {
 
 
 class Schedule:
-    """Schedule of the optimizer steps at which quantization starts, and ranges, norms and scales freeze.
+    """Schedule of the optimizer steps at which quantization starts, and at which ranges, statistics and scales freeze.
 
     Call ``step()`` after each optimizer step. The constructor applies the state of step 0. Learned scales start from
     the first quantized batch, so do not calibrate before a delay. A frozen or delayed learned scale gets no gradient:
@@ -111,7 +111,7 @@ class Schedule:
         return {name: value for name, value in pairs if value is not None and (name, value) != ("delay", 0)}
 
     def _before(self, name: str) -> bool | None:
-        """Whether the current step is before the step in this argument; None if the argument is None."""
+        """Whether the current step is before the step in the argument ``name``; None if the argument is None."""
         value: int | None = getattr(self, name)
         return None if value is None else self.steps < value
 

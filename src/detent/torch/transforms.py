@@ -21,7 +21,7 @@ def _is_transformed() -> bool:
 
 
 def _level(x: Tensor) -> int:
-    """The level of the innermost transform that x is part of; less than 1 for a plain tensor."""
+    """The level of the innermost ``torch.func`` transform that x is part of; less than 1 for a plain tensor."""
     level: int = torch._C._functorch.maybe_get_level(x)
     return level
 
@@ -52,7 +52,7 @@ def is_batched_beyond(x: Tensor, buffer: Tensor) -> bool:
 
 @contextmanager
 def outside(buffer: Tensor) -> Iterator[None]:
-    """Leave the transforms that the buffer is not part of, so that the buffer can be written to."""
+    """Leave the ``torch.func`` transforms that the buffer is not part of, so that the buffer can be written to."""
     if not _is_transformed():
         yield
         return

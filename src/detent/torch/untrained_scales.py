@@ -61,7 +61,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _scales_of(model: nn.Module, stepped: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield learned scales and zero points that are not frozen, of layers with parameters in ``stepped``."""
+    """Yield the learned scales and zero points, unless frozen, of layers that have a parameter in ``stepped``."""
     for prefix, layer in model.named_modules():
         if not isinstance(layer, QuantizedLayer) or all(id(each) not in stepped for each in layer.parameters(False)):
             continue
