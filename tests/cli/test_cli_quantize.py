@@ -322,15 +322,20 @@ def test_nothing_to_quantize_is_no_success(desk, monkeypatch, capsys):
 
 def test_warns_of_a_target_for_another_cpu(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
-    monkeypatch.setattr("detent.onnx_model.targets.has_vnni", lambda: False)
+    for module in ("onnx_model.targets", "evaluate.evaluation"):
+        monkeypatch.setattr(f"detent.{module}.has_vnni", lambda: False)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     arguments = ["quantize", "model.onnx", "-d", "few.npz", "--target", "onnxruntime-vnni", "--no-rank", "--no-bench"]
-    assert main([*arguments, "--no-verify", "--json"]) == 0
+    assert main([*arguments, "--no-verify", "--json", "--report", "r.json"]) == 0
     out, err = capsys.readouterr()
-    assert "warning: target onnxruntime-vnni needs a CPU with VNNI" in err
-    warning = json.loads(out)["warnings"][0]
-    assert warning["code"] == "target"
-    assert warning["text"].startswith("target onnxruntime-vnni")
+    text = "target onnxruntime-vnni needs a CPU with VNNI"
+    assert err.startswith(f"warning: {text}"), "before the work"
+    assert f"\nwarning: target: {text}" in err, "and after it"
+    (warning,) = [each for each in json.loads(out)["warnings"] if each["code"] == "target"]
+    assert warning["text"].startswith(text)
+    assert dict(qr.Report.load("r.json").facts)["Warning: target"] == warning["text"]
+    assert main([*arguments, "--no-verify", "--dry-run", "--json"]) == 0
+    assert [each["code"] for each in json.loads(capsys.readouterr().out)["warnings"]] == ["target"]
 
 
 def test_strict_turns_warnings_into_exit_code_1(desk, monkeypatch, capsys):

@@ -121,6 +121,14 @@ def test_a_check_that_fails_is_a_warning(tmp_path, monkeypatch):
     assert (tmp_path / "a.onnx").is_file()
 
 
+def test_a_target_for_another_cpu_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "has_vnni", lambda: False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    for target, expected in (("onnxruntime-vnni", True), ("onnxruntime", False)):
+        result = quantize_and_evaluate(MODEL, tmp_path / "a.onnx", batches(3), target=target, checks=NONE)
+        assert ("target" in [each.code for each in result.warnings]) == expected
+
+
 def test_each_file_is_read_once(tmp_path, monkeypatch):
     files.save(MODEL, tmp_path / "a.onnx")
     read, parse = [], files._parse

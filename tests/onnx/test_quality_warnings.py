@@ -1,6 +1,9 @@
 """Warnings about a quantized model: each appears where it should, and not on a good model."""
 
+import inspect
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +13,10 @@ import detent.evaluate as qe
 import detent.onnx as qo
 from detent import report as qr
 from detent.evaluate import evaluation as evaluation_module
+from detent.evaluate import speed_advice
 from detent.evaluate.speed import Timing
 from detent.metrics import OutputComparison, wilson_interval
+from detent.onnx import quality_warnings
 from detent.onnx.graph_plan import plan
 from detent.onnx.quality_warnings import DataSummary, QuantizeWarning, _data_warnings, accuracy_warnings
 
@@ -65,6 +70,21 @@ def test_low_accuracy_is_a_warning_with_samples_and_intervals():
     assert comparison.agreement_interval == wilson_interval(equal, total)
     assert f"on 32 samples (95 % confidence: {100 * wilson_interval(equal, total)[0]:.1f} to" in agreement.text
     assert list(accuracy_warnings(compared(scores, [np.float32(1.01) * each for each in scores]))) == []
+
+
+def test_low_accuracy_on_held_out_batches(tmp_path):
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 32, name="first")])
+    t = m.add("Relu", [m.conv(t, 32, 32, name="second")])
+    model = m.model([("x", ["n", 8, 8, 8])], [m.add("Flatten", [m.conv(t, 32, 32, name="last")])])
+    for recipe, expected in (("w2a8", ["low-sqnr", "low-agreement"]), ("w8a8", [])):
+        data, path = images(40, batch=1), tmp_path / "e.onnx"
+        evaluation = qe.quantize_and_evaluate(model, path, data, recipe, checks=FAST, keep_float="none")
+        assert evaluation.split.is_held_out
+        assert [code for code in codes(evaluation) if code.startswith("low-")] == expected
+        if expected:
+            assert "on 4 samples (95 % confidence: " in text_of(evaluation, "low-sqnr")
+            assert "on 4 samples (95 % confidence: " in text_of(evaluation, "low-agreement")
 
 
 def test_the_interval_of_the_sqnr_shrinks_with_more_samples():
@@ -210,6 +230,17 @@ def test_a_slower_weight_only_model_gets_another_advice(tmp_path, monkeypatch):
     checks = FAST._replace(time=True)
     evaluation = qe.quantize_and_evaluate(chain(), tmp_path / "q.onnx", recipe="w8a16", checks=checks)
     assert text_of(evaluation, "slower").endswith("not faster: for speed, try --recipe w8a8")
+
+
+def test_the_page_lists_every_code():
+    page = (Path(__file__).parents[2] / "docs/howto/cli.md").read_text(encoding="utf-8")
+    section = page.partition("**Warnings.**")[2].partition("**JSON.**")[0]
+    listed = re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE)
+    documented = re.findall(r"^([a-z]+-?[a-z]+) {2,}", quality_warnings.__doc__, re.MULTILINE)
+    assert listed == [code for code in documented if code != "code"]
+    sources = [*map(inspect.getsource, (quality_warnings, evaluation_module, speed_advice))]
+    written = set(re.findall(r"QuantizeWarning\(\s*\"([a-z-]+)\"", "".join(sources)))
+    assert written == set(listed)
 
 
 def test_warnings_print_as_text():

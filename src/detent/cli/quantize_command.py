@@ -216,12 +216,11 @@ def run(
     options["resume_file"] = resume_file
     evaluation = _run(screen, source, split, output_path, options, checks, report, str(context.obj or ""))
     missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
-    all_warnings = [*warnings, *evaluation.warnings]
     _show_evaluation(screen, evaluation, report)
-    screen.emit(_document(model, evaluation, missed, all_warnings, report, strict=strict))
-    if strict and all_warnings:
-        codes = ", ".join(dict.fromkeys(each.code for each in all_warnings))
-        missed.append(f"--strict: got {counted(len(all_warnings), 'warning')} ({codes}), expected none")
+    screen.emit(_document(model, evaluation, missed, report, strict=strict))
+    if strict and evaluation.warnings:
+        codes = ", ".join(dict.fromkeys(each.code for each in evaluation.warnings))
+        missed.append(f"--strict: got {counted(len(evaluation.warnings), 'warning')} ({codes}), expected none")
     if missed:
         fail(f"{'; '.join(missed)} ({output_path} was still written)", DIFFERENCE)
 
@@ -348,20 +347,18 @@ def _document(
     model: Path,
     evaluation: "Evaluation",
     missed: Sequence[str],
-    warnings: "Sequence[QuantizeWarning]",
     report: Path | None,
     *,
     strict: bool,
 ) -> dict[str, Any]:
     document = evaluation.to_dict()
     return {
-        "ok": not missed and not (strict and warnings),
+        "ok": not missed and not (strict and evaluation.warnings),
         "missed": list(missed),
         "model": str(model),
         **document,
         "sensitive_layers": [{**layer, "flag": skip_flag(layer["layer"])} for layer in document["sensitive_layers"]],
         "report": None if report is None else str(report),
-        "warnings": [each._asdict() for each in warnings],
     }
 
 

@@ -24,6 +24,7 @@ from detent.onnx.quality_warnings import QuantizeWarning, few_samples, float_lay
 from detent.onnx_model.batches import BatchSource
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.provenance import Provenance
+from detent.onnx_model.targets import has_vnni, mismatch
 from detent.recipe import Recipe
 from detent.tables import bytes_text, counted, html_table
 from detent.verification import VerifyReport, verify
@@ -76,8 +77,8 @@ class Evaluation:
         sensitivity: output noise with one layer quantized at a time; None if it was not requested, could not run, or
             would take too long.
         hints: options that make the quantized model faster, if it is only as fast as the float model.
-        warnings: warnings about accuracy on the evaluation batches, about a slower quantized model, and about checks
-            that could not run. The warnings of ``result`` about anything but accuracy are included.
+        warnings: warnings about accuracy on the evaluation batches, a slower quantized model, a target for another CPU,
+            and checks that could not run. The warnings of ``result`` about anything but accuracy are included.
     """
 
     source: LoadedModel
@@ -332,7 +333,7 @@ class _Evaluator:
             verification,
             sensitivity,
             advice.hints,
-            (*self._result_warnings(accuracy), *advice.warnings, *self.warnings),
+            (*self._result_warnings(accuracy), *advice.warnings, *self._target_warnings(), *self.warnings),
         )
 
     def _result_warnings(self, accuracy: Accuracy | None) -> Iterator[QuantizeWarning]:
@@ -344,6 +345,12 @@ class _Evaluator:
         if any(line.input for line in self.result.layers):
             yield from few_samples(self.result.samples + accuracy.samples * self.split.is_held_out)
         yield from (each for each in self.result.warnings if each.code not in MEASURED_AGAIN)
+
+    def _target_warnings(self) -> Iterator[QuantizeWarning]:
+        """Yield a warning if the target does not suit this CPU."""
+        text = mismatch(self.result.plan.target.name, has_vnni())
+        if text:
+            yield QuantizeWarning("target", text)
 
     def _warn(self, text: str) -> None:
         _log.warning("%s", text)
