@@ -148,7 +148,7 @@ def test_budgets_may_be_larger_than_any_choice(sensitivity, budget):
 
 
 def test_the_error_for_a_small_budget_has_the_smallest_size(sensitivity):
-    with pytest.raises(SpecError, match="no allocation fits 17 bytes, the smallest needs 18: raise the budget"):
+    with pytest.raises(SpecError, match="no allocation fits 17 bytes; the smallest needs 18: raise the budget"):
         sensitivity.choose(17)
 
 

@@ -1,4 +1,4 @@
-"""Exit codes, one-line error messages, and checks of paths that run before any computation."""
+"""Exit codes, one-line error messages, and checks of paths before any computation."""
 
 import errno
 import importlib

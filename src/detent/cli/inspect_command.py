@@ -56,7 +56,7 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a file: facts by label, one row per tensor or quantizer, and the JSON document of --json."""
+    """Contents of a file: facts with labels, a row per tensor or quantizer, and the document that --json prints."""
 
     facts: Mapping[str, str]
     rows: Sequence[TensorRow]

@@ -99,7 +99,7 @@ AREA = 4 * 4  # pixels per channel after the last convolution
 
 
 def make_network() -> nn.Sequential:
-    """Create the network with random weights; it maps (n, 1, 8, 8) to logits (n, 10)."""
+    """Create the network with random weights; it maps images of shape (n, 1, 8, 8) to logits of shape (n, 10)."""
     first, second, third, hidden = CHANNELS
     layers: list[tuple[str, nn.Module]] = [
         *_norm_and_relu("conv1", nn.Conv2d(1, first, 3, padding=1, bias=False)),

@@ -25,11 +25,11 @@ def run(
 ) -> DemoResult:
     """Train a small network, quantize it in six ways, export and verify each version, and write a report.
 
-    The network classifies handwritten digits. It is trained in float. Then it is quantized after training (PTQ) and
-    trained with quantization (QAT), each with weights of 8, 4 and 2 bits. Each version is exported to ONNX, run in ONNX
-    Runtime, and compared code by code with PyTorch. The demo runs on one thread with a fixed seed, so results on one
-    machine are the same each time. PyTorch's random state, threads and settings are restored at the end. The demo takes
-    about a minute.
+    The network classifies handwritten digits. It is trained in float. Then it is quantized in two ways: after training
+    (PTQ), and by further training with quantization (QAT). Both ways are run with weights of 8, 4 and 2 bits. Each
+    version is exported to ONNX, run in ONNX Runtime, and compared code by code with PyTorch. The demo runs on one
+    thread with a fixed seed, so results on one machine are the same each time. PyTorch's random state, number of
+    threads and settings are restored at the end. The demo takes about a minute.
 
     Args:
         directory: the output directory. Existing files named ``demo-report.html``, ``demo-float.onnx``,

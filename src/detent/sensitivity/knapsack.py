@@ -2,14 +2,14 @@
 
 This is the multiple-choice knapsack problem. It is solved exactly, by dynamic programming over the bytes used:
 
-- drop dominated candidates: another candidate of the layer has no more bytes and no more noise;
+- drop dominated candidates: another candidate of the layer has at most as many bytes and at most as much noise;
 - add layers one by one, and drop partial choices that are dominated by another partial choice;
 - drop a partial choice if a lower bound of its total noise exceeds the noise of a complete choice found before.
 
 The lower bound is the LP relaxation over the remaining layers, where a layer may use a weighted mean of two candidates.
-To solve it, each layer moves from candidate to candidate along its lower convex hull of bytes and noise. The steps of
-all layers are taken in the order of gain per byte (Sinha and Zoltners 1979). After each whole step, the result is a
-real choice, and no choice of the same size has less noise: ``hull_choices`` yields these choices.
+In its solution, each layer moves from candidate to candidate along its lower convex hull of bytes and noise. The steps
+of all layers are taken in the order of gain per byte (Sinha and Zoltners 1979). After each whole step, the result is a
+choice of one candidate per layer, and no choice of the same size has less noise. ``hull_choices`` yields these choices.
 
 Noise values differ by many powers of ten. So only non-negative numbers are added, and sums are never subtracted. Each
 sum is then accurate to a few ulp, even if the noise of other layers is far larger.
@@ -120,7 +120,7 @@ def _front(options: Sequence[Option]) -> _Front:
 
 
 def _improves(noise: Floats) -> NDArray[np.bool_]:
-    """Mark the values that are smaller than all values before them."""
+    """Return a mask of the values that are smaller than all values before them."""
     if not len(noise):
         return np.zeros(0, np.bool_)
     return np.concatenate([[True], noise[1:] < np.minimum.accumulate(noise)[:-1]])
@@ -175,7 +175,8 @@ def _bounds(fronts: Sequence[_Front]) -> Iterator[Corners]:
 def _least_noise(spare: Integers, corners: Corners) -> Floats:
     """Return the least noise of the LP relaxation with at most ``spare`` bytes; infinity if nothing fits.
 
-    The weighted sum of two corners is accurate even if one corner is far larger than the other; ``np.interp`` is not.
+    The result is a weighted sum of two corners, which is accurate even if one corner is far larger than the other;
+    ``np.interp`` would be inaccurate.
     """
     nbytes, noise = corners
     after = np.searchsorted(nbytes, spare, side="right")

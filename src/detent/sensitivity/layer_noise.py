@@ -6,8 +6,8 @@ cost of a measurement.
 
 A candidate is a way to quantize a layer, labeled by a spec ("int4/axis0") or by the name of the measured recipe. The
 noise of a candidate is the power of the error at the model's outputs, divided by the power of the outputs:
-``sum (y - y')^2 / sum y^2`` over all samples. With several outputs, it is the mean of their ratios, so that large
-outputs do not hide small ones.
+``sum (y - y')^2 / sum y^2`` over all samples. With several outputs, the noise is the mean of this ratio over all
+outputs, so that large outputs do not hide small outputs.
 """
 
 import json
@@ -39,7 +39,7 @@ OVERFLOW_NOISE = 1e30  # replaces infinite noise of outputs that overflow, becau
 BYTES_LIMIT = 1 << 62  # so that sums of bytes fit in 64-bit integers
 VERSION = 1
 OPTIONS_LIMIT = 64  # maximum number of candidates in a file; the list is searched for each layer
-OPTIONS_SHOWN = 4  # candidates in a repr, so that it fits on a line
+OPTIONS_SHOWN = 4  # at most this many candidates are in a repr, so that the repr fits on a line
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class Mix:
         recipe: the allocation as a recipe for ``qo.quantize`` and ``qt.prepare``, with one rule per quantized layer.
         samples: number of samples on which ``qs.run_mix`` measures the SQNR.
         target: target for which ``qs.run_mix`` quantizes.
-        measured_sqnr_db: SQNR of the outputs with this allocation, from ``qs.run_mix`` or ``qs.refine``; None until
-            then.
+        measured_sqnr_db: SQNR of the outputs with this allocation, from ``qs.run_mix`` or ``qs.refine``; None if it was
+            not measured.
 
     >>> from detent.sensitivity import LayerNoise, Sensitivity
     >>> layer = LayerNoise("fc", "MatMul", 100, 400, {"int4/axis0": 0.01}, {"int4/axis0": 90})
@@ -381,7 +381,7 @@ assuming that their noise adds.
         places = best_choice(sizes, budget)
         if places is None:
             raise SpecError(
-                f"no allocation fits {budget:,} bytes, the smallest needs {smallest_total(sizes):,}: raise the budget, "
+                f"no allocation fits {budget:,} bytes; the smallest needs {smallest_total(sizes):,}: raise the budget, "
                 "or measure candidates with fewer bits"
             )
         chosen = zip(self.layers, choices, places, strict=True)
@@ -391,7 +391,7 @@ assuming that their noise adds.
         """Return bytes and predicted SQNR of the best allocations, from the smallest to the largest.
 
         These allocations are the corners of the lower convex hull of bytes and noise. For a budget between two corners,
-        ``choose`` may find a better allocation than the smaller corner.
+        ``choose`` may find an allocation with less noise than that of the smaller corner.
         """
         sizes = [[(layer.nbytes[option], noise) for option, noise in layer.noise.items()] for layer in self.layers]
         return tuple((nbytes, sqnr_of(noise)) for nbytes, noise in hull_choices(sizes))
@@ -509,7 +509,7 @@ release of detent reads version 1: update detent
         )
 
 
-# Fields of a sensitivity in JSON, in the order in which they are written
+# Fields of ``Sensitivity`` in JSON, in the order in which they are written
 
 
 @dataclass(frozen=True)
@@ -519,7 +519,7 @@ class _LayerFields:
     elements: int
     nbytes_float: int
     tied: tuple[str, ...]
-    options: Mapping[str, tuple[float, int]]  # noise and bytes, by candidate
+    options: Mapping[str, tuple[float, int]]  # maps candidates to noise and bytes
 
     def layer(self) -> LayerNoise:
         noise = {option: noise for option, (noise, _) in self.options.items()}

@@ -145,10 +145,10 @@ def measure(  # noqa: PLR0913 - the options of one job
         model: a float model: an ONNX file or ModelProto, or a ``torch.nn.Module`` that is not prepared. The model is
             not changed.
         data: for an ONNX model, everything that ``qo.quantize`` accepts. For a module, a list of batches: tensors,
-            tuples of arguments, or dicts of arguments by name.
+            tuples of arguments, or dicts from argument names to values.
         recipe: selects the layers. Without ``widths``, the recipe is also the only candidate: weights and layer inputs
-            are quantized as it says. With ``qo.Decisions``, layers are measured with the params of the quantized file;
-            ``refine`` and ``run_mix`` use only the specs in the decisions, and calibrate again.
+            are quantized as the recipe says. With ``qo.Decisions``, layers are measured with the params of the
+            quantized file. But ``refine`` and ``run_mix`` use only the specs in the decisions, and calibrate again.
         widths: candidates for the weights: numbers of bits (symmetric, per-channel) or texts of specs, such as
             "int4/group32". Activations stay in float. None measures the recipe.
         samples: number of samples, counted along the first axis of the inputs. If possible, the last batch is cut to
@@ -163,7 +163,7 @@ def measure(  # noqa: PLR0913 - the options of one job
 
     Raises:
         SpecError: invalid widths, recipe, samples or data; or a module that is already prepared.
-        UnsupportedError: no layer can be measured, the model has no output of a float type, or it does not run.
+        UnsupportedError: no layer can be measured, the model has no output of a float type, or the model does not run.
         RangeError: outputs of the float model contain NaN or infinity, or are all zero.
         NotCalibratedError: a layer's input is empty for all samples; skip this layer.
         ShapeError, DtypeError, NaNError, FileFormatError: the data do not fit the model, or a file is invalid.
@@ -222,7 +222,7 @@ def refine(
         announce: as for ``measure``.
 
     Returns:
-        The best allocation, with its measured SQNR. It is at least as good as those that the search starts from.
+        The best allocation, with its measured SQNR. Its SQNR is at least that of each allocation at the start.
 
     Raises:
         SpecError: no allocation fits the budget, ``runs`` is too small, or the model lacks a measured layer.

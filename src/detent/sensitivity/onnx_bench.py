@@ -42,7 +42,7 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 # Compute weight-only matmuls in float, so that only the noise of the weights is measured.
 EXACT = {ACCURACY_LEVEL: "0"}
-MAX_WORKERS = 4  # parallel runs; each keeps the activations of a batch in memory
+MAX_WORKERS = 4  # maximum number of parallel runs; each run keeps the activations of a batch in memory
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
@@ -174,7 +174,7 @@ def _groups(
     storage: Storage,
     weight_params: Mapping[str, QuantParams],
 ) -> tuple[LayerGroup, ...]:
-    """Group layers that share a weight and its codes, in the model's order."""
+    """Group layers that share a weight and quantize it to the same codes, in the model's order."""
     sharing: dict[tuple[str, tuple[QuantSpec | None, ...], QuantParams | None], list[str]] = defaultdict(list)
     for name, layer in layers.items():
         layer_specs = tuple(by_name.get(name) for by_name in specs.values())

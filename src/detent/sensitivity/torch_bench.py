@@ -139,7 +139,10 @@ class TorchLayerRunner:
             yield _floats(_run(self._model, call))
 
     def _prepare(self, option: str | None) -> list[FakeQuantize]:
-        """Prepare the copy for the candidate ``option``, and return its quantizers; None makes it a float model."""
+        """Prepare the copy for the candidate ``option``, and return the copy's quantizers.
+
+        If ``option`` is None, the copy becomes a float model again.
+        """
         if self._prepared is not None and self._prepared[0] == option:
             return self._prepared[1]
         if self._prepared is not None:
