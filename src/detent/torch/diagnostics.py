@@ -579,7 +579,7 @@ def _warnings(
         cause = "its range is too narrow" if clips else f"its {data} is constant or its scale is far too large"
         yield (
             f"{name} is dead: all {result.size} codes of its {data} are equal because {cause}: check the layers before "
-            "it, and calibrate again"
+            "this quantizer, and calibrate again"
         )
         return
     if clips:

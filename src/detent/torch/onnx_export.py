@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 Ranges = dict[str, tuple[Any, Any]]
 Example = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-FIRST_OPSET, LAST_OPSET = 18, 23  # torch writes opset 18 and later directly; IR version 10 allows up to 23
+FIRST_OPSET, LAST_OPSET = 18, 23  # torch writes opset 18 and later without conversion; detent supports up to 23
 TORCH_MIN_SIZE = 2  # the lower bound that torch sets for every symbolic size
 UNLIMITED = 1 << 31  # torch uses an upper bound of at least this value for a size without limit
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
@@ -132,7 +132,7 @@ def exported_model(
     marked = mark(evaluated)
     proto = export_graph.clean(_exported(marked, (args, kwargs), dynamic_shapes, opset, outputs))
     lowering = export_graph.Lowering(proto, marked, runtime_target, min_bits=4 if container is None else 8)
-    version: str = import_module("detent").__version__  # imported by name, because of the import layers
+    version: str = import_module("detent").__version__  # by name: import rules forbid a normal import here
     lowered = export_graph.finalize(lowering.run(), version)
     onnx_model.Provenance(
         weights=lowering.weights,
