@@ -93,7 +93,7 @@ def as_array(what: str, value: ArrayLike) -> NDArray[Any]:
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - any element
-    """Convert a NumPy scalar or 0-d array to a Python value; a file of NumPy stores a single value as a 0-d array."""
+    """Convert a NumPy scalar or 0-d array to a Python value; NumPy files store a single value as a 0-d array."""
     is_scalar = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim)
     return value.item() if is_scalar else value  # type: ignore[attr-defined]  # both types have item
 
@@ -119,7 +119,7 @@ def first_nonfinite(values: NDArray[Any]) -> tuple[int, ...]:
 def refuse_nan(
     name: str, x: NDArray[Any], repair: str = "replace NaN in the data, or pass nan='zero_point' or nan='qmin'"
 ) -> None:
-    """Raise if x contains NaN; the message says how many NaN, where the first is, and ``repair``."""
+    """Raise if x contains NaN; the message has the number of NaN, the index of the first NaN, and ``repair``."""
     with np.errstate(all="ignore"):  # some dtypes of ml_dtypes warn about signaling NaN
         missing = np.isnan(x)
     count = int(np.count_nonzero(missing))

@@ -82,7 +82,9 @@ class OutError(DetentError, ValueError):
 
 
 class NaNError(DetentError, ValueError):
-    """NaN in data that must not contain NaN: ``count`` NaN, the first of them (in C order) at ``first_index``.
+    """NaN in data that must not contain NaN.
+
+    ``count`` is the number of NaN, and ``first_index`` is the index of the first NaN in C order.
 
     >>> import detent as dt, numpy as np
     >>> dt.quantize(np.array([1.0, np.nan], np.float32), dt.QuantParams.int8_symmetric())

@@ -49,7 +49,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Tiling:
-    """Division of an array of one shape into parameter sets.
+    """Division of arrays of one shape into parameter sets.
 
     Attributes:
         block: for each axis, the number of indices that a parameter set spans, at least 1.

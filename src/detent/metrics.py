@@ -183,9 +183,10 @@ class OutputComparison:
 
     @property
     def agreement(self) -> float | None:
-        """The share of samples with the same class; None if the first output has neither class scores nor labels.
+        """The share of samples for which both models predict the same class.
 
-        It is also None if the number of rows depends on the data, because rows are not samples then.
+        It is None if the first output has neither class scores nor labels. It is also None if the number of rows
+        depends on the data, because then a row is not a sample.
         """
         if not self._rows or self._names[0] in self._skipped:
             return None
@@ -193,7 +194,7 @@ class OutputComparison:
 
     @property
     def agreement_counts(self) -> tuple[int, int]:
-        """The number of samples with the same class, and the number of samples; (0, 0) if ``agreement`` is None."""
+        """The number of samples with equal classes, and the number of all samples; (0, 0) if ``agreement`` is None."""
         return (0, 0) if self.agreement is None else (self._agreeing, self._rows)
 
     @property
@@ -311,7 +312,7 @@ def entropy_bits(q: QuantizedTensor) -> float:
 
 
 def _histogram(q: QuantizedTensor) -> NDArray[np.int64]:
-    """Return how often each code that occurs in q occurs there; codes of NaN and infinities are left out."""
+    """Return the number of occurrences of each code in q; codes of NaN and infinities are not counted."""
     if not isinstance(q, QuantizedTensor):
         raise DtypeError(f"got {type(q).__name__}, expected a QuantizedTensor: make one with dt.quantize")
     if q.spec.format.kind != "float":

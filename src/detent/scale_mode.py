@@ -7,7 +7,7 @@ Fixed()      parameters set once, by calibration or by hand
 Learned()    scale and zero point trained by gradients (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020)
 ============ =======================================================================================
 
-Modes can be compared and sorted: ``PerBatch() < EMA(d) < Fixed() < Learned()``, and EMA modes by their decay.
+Modes can be compared and sorted: ``PerBatch() < EMA(d) < Fixed() < Learned()``. EMA modes are sorted by decay.
 """
 
 import json
@@ -26,8 +26,8 @@ __all__ = ["EMA", "Fixed", "Learned", "PerBatch", "ScaleMode", "get_scale_mode"]
 class ScaleMode:
     """Base class of scale modes.
 
-    Modes are ordered by class, from PerBatch to Learned, and EMA modes by decay. Comparing a mode with another type
-    raises a TypeError.
+    Modes are ordered by class, from PerBatch to Learned. EMA modes are ordered by decay. Comparing a mode with another
+    type raises a TypeError.
 
     >>> ScaleMode.from_json('{"kind": "EMA", "decay": 0.9}')
     EMA(decay=0.9)

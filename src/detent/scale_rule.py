@@ -36,7 +36,7 @@ MX_EXPONENTS = (-126, 127)  # exponents of e8m0 scales that are normal float32 n
 
 @dataclass(frozen=True)
 class Parameters:
-    """Scales and zero points in the shape of the bounds; for NVFP4, also its two-level scales."""
+    """Scales and zero points in the shape of the bounds; for NVFP4, also block scales and a tensor scale."""
 
     scale: NDArray[np.floating]
     zero_point: NDArray[np.int32]

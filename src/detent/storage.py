@@ -1,8 +1,8 @@
 """Storage: safetensors bytes and files, written atomically and read as untrusted input.
 
-The format is implemented here for two reasons. First, equal input gives equal bytes; the safetensors library writes
-metadata in random order. Second, headers are checked before memory is allocated: duplicate keys, holes, overlaps and
-trailing bytes are rejected.
+The format is implemented here for two reasons. First, equal input must give equal bytes, but the safetensors library
+writes metadata in random order. Second, headers are checked before memory is allocated: duplicate keys, holes, overlaps
+and trailing bytes are rejected.
 
 A file is written under a temporary name, ``.<name>.<16 hex digits>``, and then renamed. While writing, the writer holds
 a lock (``flock``) on the temporary file; if the process is killed, the system releases the lock. The next writer of the

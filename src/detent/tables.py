@@ -29,7 +29,7 @@ HTML_HEIGHT = "32em"  # a longer table in a notebook scrolls
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Format the lines of a table; columns whose index is in ``right`` are right-aligned, all others left."""
+    """Format the lines of a table; columns are left-aligned, except columns whose index is in ``right``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -122,7 +122,8 @@ def _scale_rules(spec: QuantSpec) -> dict[str, Any]:
 def layout_of(tiling: Tiling) -> tuple[int, int, list[tuple[int, int, int]], int]:
     """Return size and block of the last axis, a list of the axes before it, and the number of parameter sets.
 
-    Adjacent axes are merged first. Each axis in the list is a tuple (size, block, number of parameter sets per step).
+    Adjacent axes are merged first. Each axis in the list is a tuple (size, block, stride). The stride is
+    the number of parameter sets from one block to the next.
     """
     merged = tiling.merged()
     cols, block = (merged.shape[-1], merged.block[-1]) if merged.shape else (1, 1)

@@ -30,7 +30,7 @@ NaNPolicy = Literal["raise", "propagate", "zero_point", "qmin"]
 class Operation:
     """An operation that kernels implement: its inputs, outputs and implementations."""
 
-    inputs: tuple[str, ...]  # of "x" (data), "g" (gradient), "codes", "mask"; scale and zero point are not listed
+    inputs: tuple[str, ...]  # each "x" (data), "g" (gradient), "codes" or "mask"; without scale and zero point
     outputs: tuple[str, ...]
     reference: Callable[..., Any]  # its keyword arguments are named like the fields of a problem
     native: str  # name of the Runner's method; its arguments are inputs, scale, zero point, outputs

@@ -47,8 +47,9 @@ def histogram(
 ) -> tuple[NDArray[np.uint8], bool]:
     """Count elements, or add up their weights, in ``counts[row, set, bin]``.
 
-    ``rows`` maps each sign and exponent to its index in ``counts``, or to -1 if the row is not stored. Returns a mask
-    of the rows that occur in x but are not stored, and whether all finite elements are in the range of float32.
+    A row is a sign and an exponent. ``rows`` maps each row to its index in ``counts``, or to -1 if the row is not
+    stored. Returns a mask of the rows that occur in x but are not stored, and whether all finite elements are in the
+    range of float32.
     """
     keys, good = find_keys(x, bits)
     sets = np.broadcast_to(tiling.spread(np.arange(counts.shape[1])), tiling.shape)

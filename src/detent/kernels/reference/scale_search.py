@@ -4,8 +4,8 @@ A candidate is measured with the scale as it is stored: ``error = sum((x - y)^2)
 compute type. Position p is the scale ``start * 2^(-p/1024)``, rounded to the scale's dtype. Position 0 is the min-max
 scale.
 
-If the codes of a candidate are kept, the error is a parabola in the scale. Let v be the values of the codes at scale
-1::
+If the codes stay those of a candidate while the scale changes, the error is a parabola in the scale. Let v be the
+values of the codes at scale 1::
 
     fitted   = sum(x v) / sum(v v)                                 the lowest point of the parabola
     estimate = error - (s sum(v v) - sum(x v))^2 / sum(v v)        the error at this point
@@ -17,14 +17,14 @@ is the measured error. The search has four steps:
    least error, because every smaller scale clips more. An affine spec tries up to 9 zero points per scale, evenly
    spaced over an interval. The interval contains three zero points: that of the min-max range, the one that maps the
    largest value to the last code, and the one that maps the smallest value to the first code.
-2. The first round measures positions at distance 16 and 32 from the 4 lowest estimates. The second round measures at
-   distance 4 and 8 from the 4 lowest estimates so far. In sets of more than 128 values, a third round measures at
-   distance 1 and 2.
+2. The first round measures at distance 16 and 32 from the positions of the 4 lowest estimates. The second round
+   measures at distance 4 and 8 from the positions of the 4 lowest estimates so far. In sets of more than 128 values, a
+   third round measures at distance 1 and 2.
 3. For an affine spec, the fitted scale of the lowest estimate is measured with other zero points, at distances that
    halve down to 1.
 4. The fitted scale of the lowest estimate is measured, up to three times: each measurement may give a lower estimate.
 
-The first of equal errors wins. The min-max parameters are the first candidate, so the result is never worse than they.
+Of equal errors, the first wins. The min-max parameters are the first candidate, so the result is never worse than they.
 Scales that are powers of two need only step 1, with one position per octave. Every sum has 8 partial sums, which are
 added up by halves: term i belongs to partial sum ``i % 8``.
 """

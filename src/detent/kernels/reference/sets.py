@@ -118,7 +118,7 @@ SAFE_EXPONENT = 1000  # below the largest exponent of float64, 1023
 
 
 def power_of_two(exponent: int) -> Factor:
-    """Return ``2**exponent`` as two factors; multiplying by one after the other rounds at most once."""
+    """Return ``2**exponent`` as two factors; multiplying by both factors in turn rounds at most once."""
     first = min(exponent, SAFE_EXPONENT)
     return ldexp(1.0, first), ldexp(1.0, exponent - first)
 
