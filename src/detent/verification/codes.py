@@ -3,15 +3,15 @@
 ``WeightCheck`` needs no data. It checks four things for each weight:
 
 - the codes are those of the source, as stored or transposed;
-- ONNX Runtime dequantizes them to the same values as detent;
+- ONNX Runtime dequantizes the codes to the same values as detent;
 - the bias scale is the input scale times the weight scale;
 - no code exceeds the limit of the target.
 
 ``ActivationCheck`` quantizes the input of each QuantizeLinear node with the *source's* parameters and compares the
 codes.
 
-A code counts as wrong if its integer, its scale or its zero point is wrong. So if a node has one wrong scale for all
-codes, all of them are wrong. ``Tally`` counts the codes and keeps the first mismatch.
+A code counts as wrong if its integer, its scale or its zero point is wrong. So if the only scale of a node is wrong,
+all its codes count as wrong. ``Tally`` counts the codes and keeps the first mismatch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -109,7 +109,7 @@ def layout_in_file(weight: WeightCodes, shape: tuple[int, ...]) -> ScaleLayout:
 
 
 def spread(values: Array, layout: ScaleLayout, shape: tuple[int, ...]) -> Array | None:
-    """Broadcast scales or zero points to one value per element; None if they do not fit the shape."""
+    """Broadcast scales or zero points to one value per element; None if the values do not fit the shape."""
     if layout.axis is None:
         return np.broadcast_to(values.reshape(()), shape) if values.size == 1 else None
     length = shape[layout.axis]
@@ -206,7 +206,7 @@ class _Comparison:
         return np.asarray(codes.astype(np.int64) - zero != self.expected.codes.astype(np.int64) - self.zero)
 
     def note(self, tally: Tally) -> None:
-        """Record the first wrong element."""
+        """Record the first wrong element in ``tally``."""
         weight, codes, layout, index = self.weight, self.weight.codes, self.layout, first_index(self.wrong)
         scale, zero = float(self.scale[index]), int(self.zero[index])
         file_zero = None if self.file_zero is None else int(self.file_zero[index])
@@ -245,7 +245,7 @@ class ActivationCheck:
 
     def __init__(self, artifact: QuantizedGraph, source: Source, tally: Tally) -> None:
         self._artifact, self._source, self._tally = artifact, source, tally
-        self.notes: dict[str, None] = {}  # notes on quantizers that were not compared with the source
+        self.notes: dict[str, None] = {}  # notes on quantizers that the source does not have
 
     def readings(self) -> list[Reading]:
         """Return one reading per QuantizeLinear node: its input and its codes."""
@@ -257,7 +257,7 @@ class ActivationCheck:
             take = self._taker(quantizer, expected.x, expected.params, expected.shift)
             return Reading((expected.x, quantizer.codes), take)
         if self._source.can_match_weights:
-            note = f"the source has no quantizer for {quantizer.node}: codes checked with the scales in the file"
+            note = f"the source has no quantizer for {quantizer.node}: its codes were checked with the file's scales"
             self.notes[note] = None
         return Reading((quantizer.x, quantizer.codes), self._taker(quantizer, quantizer.x, None, 0))
 
@@ -290,7 +290,8 @@ def compare_codes(
 ) -> None:
     """Quantize x with ``params``, add ``shift``, and count the codes in ``got`` that differ from the result.
 
-    ``quantizer`` is the node that computed ``got``. ``cause`` returns the text for a wrong code.
+    ``quantizer`` is the node that computed ``got``. ``cause`` returns the text that
+    describes a wrong code.
     """
     try:
         codes = quantize(x, params, nan="qmin").codes
@@ -323,7 +324,7 @@ def compare_codes(
 def _wrong_params(
     tally: Tally, quantizer: QuantizeNode, params: QuantParams, shift: int, shape: tuple[int, ...]
 ) -> Array | None:
-    """Return a mask of the elements whose scale or zero point in the file is wrong; None if all are right."""
+    """Return a mask of the elements whose scale or zero point in the file is wrong; None if nothing is wrong."""
     rank, own = max(len(shape), 1), quantizer.qparams
     layout, expected = layout_of(own, rank), layout_of(params, rank)
     if layout != expected or own.scale.shape != params.scale.shape:
@@ -404,7 +405,7 @@ def _decode_group(artifact: QuantizedGraph, group: list[tuple[WeightCodes, Array
 
 
 def _run_dequantize_nodes(artifact: QuantizedGraph, nodes: list[NodeProto]) -> dict[str, Array]:
-    """Run DequantizeLinear nodes in a separate model, and return their outputs by name."""
+    """Run DequantizeLinear nodes in a separate model; return a dict from names to outputs."""
     graph, model = artifact.graph, artifact.model
     names = dict.fromkeys(name for node in nodes for name in node.input if name)
     tensors = [graph.constants[name] for name in names if name in graph.constants]
@@ -438,9 +439,9 @@ def _check_biases(
 
     Args:
         artifact: the file.
-        tally: counts the codes.
-        biases: float biases of the source, by the name of the file's tensor that holds the codes of the layer's weight.
-        scales: scales of the source's weights and activations, by the name of the file's tensor that holds the codes.
+        tally: counts compared and wrong codes.
+        biases: maps the name of a weight's codes in the file to the float bias of the weight's layer in the source.
+        scales: maps the name of codes in the file to the scales of the weight or activation in the source.
     """
     graph = artifact.graph
     by_output = {weight.node.output[0]: weight for weight in artifact.weights}
@@ -521,10 +522,10 @@ class WeightCheck:
     def __init__(self, artifact: QuantizedGraph, source: Source, tally: Tally) -> None:
         self._artifact, self._source, self._tally = artifact, source, tally
         self._missing: dict[str, QuantizedTensor] = {}
-        self.notes: dict[str, None] = {}  # notes on weights that were not compared with the source
+        self.notes: dict[str, None] = {}  # notes on weights that the source does not have
 
     def run(self) -> None:
-        """Compare each weight with the source, and its dequantized values with ONNX Runtime; then check biases."""
+        """Compare the weights with the source, and detent's dequantization with ONNX Runtime's; then check biases."""
         source, tally = self._source, self._tally
         source_weights = source.weights()
         self._missing = dict(source_weights)

@@ -1,7 +1,7 @@
 """Checks that the numbers in a file's decisions are within bounds that follow from the source.
 
-``qo.rewrite`` rejects decisions that do not fit the model: unknown layers, tensors and readers, factors that are not on
-both sides of a pair of layers, wrong constants and opsets. The numbers are checked here:
+``qo.rewrite`` rejects decisions that do not fit the model: unknown layers, tensors and readers, factors for tensors
+that are not between two layers, wrong constants and opsets. This module checks the numbers:
 
 =============== =====================================================================================================
 weight scale    8 bits and more: equal to the min-max scale. Fewer bits: at most the min-max scale, and the squared
@@ -44,8 +44,8 @@ Array = NDArray[Any]
 SEARCH_TOLERANCE = 1e-2  # relative, for squared errors: the search on a histogram depends slightly on the CPU
 HISTOGRAMS_AT_ONCE = 4096  # parameter sets searched at a time, which bounds the memory
 TOLERANCE = 1e-5  # relative, for the rounding of float32 sums
-MAX_CLIPPED_RANGES = 1  # inputs count up to this many range widths outside the quantizer's range
-BIAS_CODE_MARGIN = 1 << 8  # if a bias code is above ROOMY_BIAS_CODE minus this, the bias may have raised the scale
+MAX_CLIPPED_RANGES = 1  # inputs are at most this many range widths outside the quantizer's range
+BIAS_CODE_MARGIN = 1 << 8  # scales with a bias code above ROOMY_BIAS_CODE minus this may have been raised for the bias
 MAX_NAMES_SHOWN = 3
 
 
@@ -68,9 +68,9 @@ def problems(
 
     Args:
         graph: the float model after equalization and SmoothQuant.
-        layers: the layers of the float model, by name.
+        layers: maps names to layers of the float model.
         decisions: the decisions of the file.
-        corrections: an empty dict; the bias corrections are stored in it, by layer name.
+        corrections: an empty dict; this function adds each bias correction under the name of its layer.
     """
     params, ranges = decisions.tensor_params(), _observed_ranges(decisions)
     for line in decisions.layers:
@@ -115,7 +115,7 @@ def _scale_problems(
 def _is_worse(weight: Array, params: QuantParams, minmax: QuantParams) -> Array:
     """Return a mask of the scales whose squared error exceeds that of the min-max scale.
 
-    The search of earlier versions used a histogram, so its scales may be slightly worse. They are accepted.
+    Earlier versions searched scales on a histogram. Such scales may be slightly worse, and are accepted.
     """
     minmax_errors, errors = (_squared_errors(weight, each) for each in (minmax, params))
     worse = np.asarray(errors > minmax_errors * (1 + TOLERANCE))
@@ -125,20 +125,20 @@ def _is_worse(weight: Array, params: QuantParams, minmax: QuantParams) -> Array:
 
 
 def _squared_errors(weight: Array, params: QuantParams) -> Array:
-    """Return, for each scale, the sum of the squared quantization errors of its elements."""
+    """Return, for each scale, the sum of the squared quantization errors of the elements that share it."""
     squares = np.square(weight.astype(np.float64) - fake_quantize(weight, params))
     sums = np.bincount(_set_numbers(weight, params.spec), squares.ravel(), params.scale.size)
     return sums.reshape(params.scale.shape)
 
 
 def _set_numbers(weight: Array, spec: QuantSpec) -> NDArray[np.intp]:
-    """Return the parameter set of each element, in C order."""
+    """Return the number of the parameter set of each element, in C order."""
     tiling = spec.granularity.tiling(weight.shape)
     return np.asarray(np.broadcast_to(tiling.spread(np.arange(tiling.sets)), weight.shape).ravel(), np.intp)
 
 
 def _histogram_errors(weight: Array, spec: QuantSpec, some: Array) -> Array:
-    """Search parameters on a histogram for the sets that ``some`` marks; return the squared error of each set."""
+    """Search parameters on a histogram for the parameter sets that ``some`` marks; return their squared errors."""
     numbers, flat = _set_numbers(weight, spec), weight.ravel()
     members = np.flatnonzero(some.ravel()[numbers])
     members = members[np.argsort(numbers[members], kind="stable")]
@@ -215,7 +215,7 @@ def _input_bounds(incoming: QuantParams | None, observed: tuple[float, float] | 
 
 
 def _observed_ranges(decisions: Decisions) -> dict[str, tuple[float, float] | None]:
-    """Return the ranges observed in calibration, by the name of the quantized tensor."""
+    """Map the name of each quantized tensor to its range observed in calibration."""
     ranges: dict[str, tuple[float, float] | None] = {}
     for each in decisions.placements:
         if each.source_tensor:

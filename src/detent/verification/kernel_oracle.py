@@ -5,7 +5,7 @@ Expected results, for any number of summands::
     sum = sum_k (x_k - z_x) (w_k - z_w) + b
     y   = clamp(round_half_even(fl(sum) * m) + z_y)         m = fl(fl(s_x * s_w) / s_y)
 
-x, w and y are codes, z zero points, s scales and b the int32 bias; fl rounds to float32.
+x, w and y are codes, z are zero points, s are scales, and b is the int32 bias; fl rounds to float32.
 
 Sums are computed in floating point. They are exact in any accumulation order if they are at most 2**24 (float32) or
 2**53 (float64). Usually float32 is enough, and ONNX Runtime's float convolution is used. Otherwise a convolution is
@@ -46,8 +46,8 @@ __all__ = [
 Array = NDArray[Any]
 Attributes = Mapping[str, Any]
 Inputs = Sequence[Array | None]
-MAX_EXACT_FLOAT32 = 1 << 24  # float32 represents all integers up to this one
-MAX_SESSIONS = 64  # sessions that are cached, one per combination of convolution attributes
+MAX_EXACT_FLOAT32 = 1 << 24  # float32 represents all integers up to this number
+MAX_SESSIONS = 64  # number of cached sessions; each has a different combination of convolution attributes
 MATRIX_RANK = 2
 
 
@@ -73,13 +73,13 @@ def _max_abs(x: Array) -> int:
 
 
 def _float_type(x: Array, w: Array, axes: tuple[int, ...]) -> type[np.float32] | type[np.float64]:
-    """Return float32 if sums of products over these axes of w are exact in it, in any order; otherwise float64."""
+    """Return float32 if it holds sums of products over the ``axes`` of w exactly, in any order; else float64."""
     largest_sum = int(np.abs(w).sum(axis=axes, dtype=np.float64).max(initial=0))
     return np.float32 if _max_abs(x) * largest_sum <= MAX_EXACT_FLOAT32 else np.float64
 
 
 def matmul_sums(a: Array, b: Array) -> Array:
-    """Compute the matmul of integers exactly, and return it as floats."""
+    """Compute the matmul of integers exactly, and return the result as floats."""
     dtype = _float_type(a, b, (-2,)) if b.ndim > 1 else np.float64
     if b.ndim == MATRIX_RANK:  # one matmul for all samples
         flat = a.reshape(-1, a.shape[-1]).astype(dtype, copy=False)
@@ -91,9 +91,10 @@ def matmul_sums(a: Array, b: Array) -> Array:
 def conv_sums(
     x: Array, w: Array, *, strides: Sequence[int], dilations: Sequence[int], pads: Sequence[int], group: int = 1
 ) -> Array:
-    """Compute the convolution of integers (N, C, ...) with (M, C / group, ...) exactly, and return it as floats.
+    """Convolve integers exactly, and return the sums as floats.
 
-    Zero points must already be subtracted. ``pads`` is ordered as in ONNX: the starts of all spatial axes, then the
+    x has the shape (N, C, ...), and w the shape (M, C / group, ...). Zero points must already be subtracted from
+    both. ``pads`` is ordered as in ONNX: the starts of all spatial axes, then the
     ends.
     """
     spatial, kernel = x.ndim - 2, w.shape[2:]
@@ -206,7 +207,7 @@ def _conv(x: Array, w: Array, attributes: Attributes) -> Array:
 def _present(*inputs: Array | None) -> list[Array]:
     present = [each for each in inputs if each is not None]
     if len(present) < len(inputs):
-        raise UnsupportedError("level 3 has no formula for a kernel with an omitted input")
+        raise UnsupportedError("an input of this kernel is omitted, which the comparison of level 3 does not support")
     return present
 
 
@@ -233,7 +234,7 @@ def _qlinear_matmul(inputs: Inputs, _: Attributes) -> Prediction:
 def _floats(sums: Array, scale: Array, bias: Array | None) -> Prediction:
     """Convert integer sums to floats: multiply by the scale, and add the bias if there is one.
 
-    The tolerance allows for kernels that fuse the two operations.
+    The tolerance allows for kernels that multiply and add without rounding in between.
     """
     scaled = sums.astype(np.float32, copy=False) * scale
     values = scaled if bias is None else scaled + np.asarray(bias, np.float32)
@@ -248,7 +249,9 @@ def _floats(sums: Array, scale: Array, bias: Array | None) -> Prediction:
 def _qgemm(inputs: Inputs, attributes: Attributes) -> Prediction:
     a, a_scale, a_zero, b, b_scale, b_zero, bias, y_scale, y_zero = (*inputs, None, None, None)[:9]
     if a is None or b is None or float(attributes.get("alpha", 1.0)) != 1.0:
-        raise UnsupportedError("level 3 has no formula for a kernel with an omitted input or an alpha other than 1")
+        raise UnsupportedError(
+            "an input of this kernel is omitted or its alpha is not 1, which the comparison of level 3 does not support"
+        )
     left, right = _shifted(a, a_zero), _shifted(b, b_zero, 0 if attributes.get("transB", 0) else 1)
     left = left.T if attributes.get("transA", 0) else left
     right = right.T if attributes.get("transB", 0) else right
@@ -290,7 +293,7 @@ ORACLES: Mapping[str, Callable[[Inputs, Attributes], Prediction]] = MappingProxy
         "QLinearMatMul": _qlinear_matmul,
     }
 )
-MAX_SAFE_WEIGHT = 64  # the sum of two products with unsigned bytes then fits int16: 255 * 64 * 2 < 2**15
+MAX_SAFE_WEIGHT = 64  # up to here, the sum of two products with unsigned bytes fits int16: 255 * 64 * 2 < 2**15
 _WEIGHT_INPUTS = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3, "MatMulIntegerToFloat": 1, "MatMulInteger": 1}
 _ZERO_POINT_INPUTS = {"QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8}
 
@@ -309,10 +312,10 @@ def compare_kernel(node: NodeProto, inputs: list[Array | None], got: Array) -> t
         got: array that the node computed.
 
     Returns:
-        The counts and, if the accumulator saturates, the largest mismatch.
+        The result of the comparison, and the largest mismatch if the accumulator saturates (otherwise None).
 
     Raises:
-        UnsupportedError: there is no formula for this variant of the operator.
+        UnsupportedError: the comparison does not support this variant of the operator.
     """
     attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
     expected = ORACLES[node.op_type](inputs, attributes)
@@ -343,7 +346,7 @@ def _is_equal(expected: Prediction, got: Array) -> bool:
 
 
 def _distances(expected: Prediction, got: Array) -> Array:
-    """Return how far off each code is; for floats, by how many units the integer sum is off."""
+    """Return the difference between each code and the expected code; for floats, in units of the integer sum."""
     distance = np.abs(got.astype(np.float64) - expected.values.astype(np.float64))
     if expected.tolerance is None or expected.step is None:
         return distance.astype(np.int64)
@@ -430,7 +433,7 @@ class KernelCheck:
         return tuple(self._rows[node.output[0]] for node in self._nodes)
 
     def saturation(self) -> Difference | None:
-        """Return the largest mismatch of the first kernel whose accumulator saturates; None if no accumulator does."""
+        """Return the largest mismatch of the first kernel with a saturated accumulator; None without saturation."""
         return next((self._worst[output] for output in self._rows if output in self._worst), None)
 
 

@@ -68,7 +68,7 @@ NO_SEGMENTS = "without a replay, only the SQNR of outputs is measured"
 def run_levels(
     source: object, artifact: ModelSource, data: Iterable[Any] | str | PathLike[str] | None, levels: tuple[int, ...]
 ) -> VerifyReport:
-    """Run the requested levels; without data, only the replay and the weight checks of level 1."""
+    """Run the requested levels; without data, run only the replay and the weight checks of level 1."""
     file = open_quantized(artifact)
     batches = () if data is None else open_batches(data, inputs_of(file.model))
     report = _Verification(file, _as_source(source, file), levels, has_data=data is not None).run(batches)
@@ -84,7 +84,8 @@ def _as_source(source: object, artifact: QuantizedGraph) -> Source:
         return TorchSource(source, artifact)
     if not isinstance(source, LoadedModel | ModelProto | str | PathLike):
         raise UnsupportedError(
-            f"source must be a model from qt.prepare, an ONNX model or the path of one, got {type(source).__name__}"
+            "source must be a model from qt.prepare, an ONNX model or a path to an ONNX file, "
+            f"got {type(source).__name__}"
         )
     model = load_model(source)
     has_quantizers = is_quantized(model.proto, operators=(QUANTIZE,))  # a weight-only source counts as float
@@ -171,8 +172,8 @@ class _Verification:
     def _weights_are_covered(self) -> bool:
         """Whether the weight checks can be skipped.
 
-        They can if the replay compared all weights and the segments will run. If ONNX Runtime dequantizes a weight
-        wrongly, a code or an output of a segment is then wrong.
+        They can be skipped if the replay compared all weights and the segments will run: if ONNX Runtime dequantizes a
+        weight wrongly, a code or an output of a segment differs.
         """
         has_replay = self.has_data and 2 in self.levels and self.replay is not None and self.replay.ok
         return has_replay and isinstance(self.source, OnnxSource) and self.source.segments is not None

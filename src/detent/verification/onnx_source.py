@@ -55,7 +55,7 @@ class OnnxSource:
 
     @property
     def flaw(self) -> Difference | None:
-        """The first decision of the file that is out of bounds; None if all are valid."""
+        """The first decision of the file that is out of bounds; None if all decisions are within bounds."""
         return None if self._replayed is None else next(iter(self._replayed.flaws), None)
 
     @cached_property
@@ -81,14 +81,14 @@ class OnnxSource:
         return Probe(self.model.proto, [*readings, Reading(outputs, take_outputs)], kinds=kinds)
 
     def weights(self) -> dict[str, QuantizedTensor]:
-        """Return the weights of a quantized source by name; empty for a float source, which has no codes."""
+        """Map names to the weights of a quantized source; the result is empty for a float source."""
         return {
             weight.name: QuantizedTensor.from_codes(weight.codes, weight.qparams.params(weight.codes.shape))
             for weight in self._weights
         }
 
     def bias(self, weight: str) -> Array | None:  # noqa: ARG002 - the protocol requires it
-        """Always None: batch norm folding and bias correction change biases, so they cannot be compared."""
+        """Always None: batch norm folding and bias correction change biases, so biases cannot be compared."""
         return None
 
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:  # noqa: ARG002
@@ -100,7 +100,7 @@ class OnnxSource:
         return []
 
     def expected(self, quantizer: QuantizeNode) -> Expected | None:
-        """Return the parameters of the source's node with the same name.
+        """Return the parameters of the source's QuantizeLinear node that has the name of ``quantizer``.
 
         None if the source has no such node, or if the node is per-channel and the shape of its input is unknown.
         """

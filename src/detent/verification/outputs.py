@@ -2,8 +2,8 @@
 
 =================== ==================================================================================
 GraphCheck          compares codes and outputs of ONNX Runtime, with or without graph optimizations
-SessionCheck        compares outputs of ONNX Runtime with a session option
-OpenVinoCheck       compares outputs of OpenVINO in a subprocess, and their codes if they are quantized
+SessionCheck        compares outputs of ONNX Runtime, run with an additional session option
+OpenVinoCheck       compares outputs of OpenVINO in a subprocess, and codes of quantized outputs
 =================== ==================================================================================
 
 Codes may differ here although every quantizer is right. A different accumulation order changes the last bits of sums,
@@ -49,7 +49,7 @@ _FUSED = ("Relu", "Clip")
 
 
 class OutputCheck:
-    """Comparison of a file in one runtime with its source; ``causes`` are reasons why codes may differ."""
+    """Comparison of a source with the file, run in one runtime; ``causes`` are reasons why codes may differ."""
 
     def __init__(self, names: Sequence[str], causes: Sequence[str] = (ORDER,)) -> None:
         self._outputs, self._causes = OutputComparison(names, ("in the source", "in the file")), tuple(causes)
@@ -97,7 +97,7 @@ class CurrentBatch:
 
     Attributes:
         reference: outputs and codes of the source.
-        codes: codes of the file as written, by QuantizeLinear node.
+        codes: maps the name of each QuantizeLinear node to its codes in the file as written.
         outputs: outputs of the file as written.
     """
 
@@ -114,7 +114,7 @@ class FusedCodes(NamedTuple):
 
 
 def find_codes(artifact: QuantizedGraph, optimized: ModelProto) -> dict[str, FusedCodes]:
-    """For each QuantizeLinear node of the file, return the tensor of the optimized graph that has the node's codes.
+    """Map each QuantizeLinear node of the file to the tensor of the optimized graph that holds the node's codes.
 
     Most tensors of codes keep their name. A channels-last convolution outputs codes itself, with permuted axes. This
     convolution is found by its original name: ``conv1`` becomes ``conv1_token_3``. Nodes whose codes the optimized
@@ -178,23 +178,23 @@ class GraphCheck(OutputCheck):
 
 
 class SessionCheck(OutputCheck):
-    """Comparison of the source's outputs with the file's, which ONNX Runtime computes with extra session options."""
+    """Comparison of outputs of the source and of the file, run in ONNX Runtime with extra session options."""
 
     def __init__(self, artifact: QuantizedGraph, batch: CurrentBatch, config: Mapping[str, str]) -> None:
         super().__init__(artifact.graph.outputs)
         self._batch, self._session = batch, make_session(artifact.model, config=config)
 
     def run(self, feeds: Mapping[str, Array]) -> None:
-        """Run the file on a batch, and add its outputs."""
+        """Run the file on a batch, and compare its outputs with those of the source."""
         with ort_errors():
             outputs = self._session.run(None, dict(feeds))
         self.add_outputs(self._batch.reference.outputs, outputs)
 
 
 class OpenVinoCheck(OutputCheck):
-    """Comparison of the file's outputs in OpenVINO with those of the source.
+    """Comparison of the file's outputs in OpenVINO with the source's outputs.
 
-    Quantized outputs are also compared with those of ONNX Runtime, as codes.
+    If outputs are quantized, their codes are also compared with those of ONNX Runtime.
     """
 
     def __init__(self, artifact: QuantizedGraph, batch: CurrentBatch) -> None:
@@ -207,7 +207,7 @@ class OpenVinoCheck(OutputCheck):
         self._openvino.start(feeds)
 
     def compare(self) -> None:
-        """Compare the outputs of the batch; call it after ONNX Runtime has run the file as written."""
+        """Compare the outputs of the batch; call this method after ONNX Runtime has run the file as written."""
         outputs = self._openvino.outputs()
         self.add_outputs(self._batch.reference.outputs, outputs)
         for name, here, there in zip(self._graph.outputs, self._batch.outputs, outputs, strict=True):
@@ -216,7 +216,7 @@ class OpenVinoCheck(OutputCheck):
                 self.add_codes(name, np.rint(here / scale), np.rint(there / scale))
 
     def _output_scale(self, name: str) -> Array | None:
-        """Return the scale of an output that is dequantized per tensor; otherwise None."""
+        """Return the scale of a model output that is dequantized per tensor; None for all other outputs."""
         node, graph = self._graph.producer(name), self._graph
         if node is None or node.op_type != DEQUANTIZE or node.input[1] not in graph.constants:
             return None

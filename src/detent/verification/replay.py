@@ -3,9 +3,9 @@
 The replay uses only the decisions of the file, and checks them (``decision_checks``). Operators, attributes, wiring,
 inputs, outputs and constants must match the result of ``qo.rewrite`` bit for bit (``model_diff``).
 
-If the source is quantized and the file records no decisions, the two are compared directly. A replay needs recorded
-decisions, and the rewrite version that wrote the file. If the opset was converted, it also needs the onnx version of
-that time. If a replay is not possible, the result has a reason and counts as failed.
+If the source is quantized and the file records no decisions, source and file are compared directly. A replay needs
+recorded decisions, and the same version of the rewrite as when the file was written. If the opset was converted, a
+replay also needs the same version of onnx. If a replay is not possible, the result says why, and counts as failed.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ from detent.verification.verify_report import Difference, MadeBy, Replay
 
 __all__ = ["ReplayedModel", "compare_models", "replay"]
 
-MAX_DIFFERENCES = 100  # the comparison stops after so many mismatches: an unrelated model differs everywhere
+MAX_DIFFERENCES = 100  # the comparison stops after this many mismatches: an unrelated model differs everywhere
 
 
 @dataclass(frozen=True)
 class ReplayedModel:
-    """Result of a replay, and the models and decisions that it used.
+    """Result of a replay, and the float graph and decisions that were used.
 
     Attributes:
         result: the comparison with the file.

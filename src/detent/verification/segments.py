@@ -1,4 +1,4 @@
-"""Level 2: cuts the source into segments at its quantizers, runs them, and compares them with the file as written.
+"""Level 2: cuts the source at its quantizers, runs the segments, and compares their results with the file as written.
 
 ::
 
@@ -83,7 +83,7 @@ class SegmentCheck:
     ) -> None:  # fmt: skip
         self._artifact, self._tally, self._budget = artifact, tally, budget
         self._model, self._graph = float_graph.model, float_graph
-        self._arrays: dict[str, Array] = {}  # weights and biases, by input name
+        self._arrays: dict[str, Array] = {}  # maps names of inputs to weights and biases
         self._tensors: dict[str, _QuantizedTensor] = {}
         self._quantized_outputs: set[str] = set()
         self._by_tensor = self._quantizers()
@@ -104,7 +104,7 @@ class SegmentCheck:
         self._sessions: list[tuple[Any, list[str]]] | None = None
 
     def _quantizers(self) -> dict[str, QuantizeNode]:
-        """Return the file's QuantizeLinear nodes by source tensor, as recorded in the file's metadata."""
+        """Map each quantized tensor of the source to the file's QuantizeLinear node, as recorded in its metadata."""
         provenance = self._artifact.provenance
         names = {} if provenance is None else provenance.activations
         return {names[each.node]: each for each in self._artifact.quantize_nodes if each.node in names}
@@ -170,11 +170,11 @@ class SegmentCheck:
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
-        """Each QuantizeLinear node whose codes ``run`` needs, with the name of its tensor of codes."""
+        """QuantizeLinear nodes whose codes ``run`` needs: pairs of the node's name and its output's name."""
         return tuple(dict.fromkeys((each.quantizer.node, each.quantizer.codes) for each in self._tensors.values()))
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
-        """Run the segments on a batch, and compare the results with the file's codes (by node) and outputs."""
+        """Run the segments on a batch; compare the results with the file's ``codes`` (by node name) and ``outputs``."""
         if self._sessions is None:
             self._sessions = list(self._grouped({name: array.size for name, array in codes.items()}))
         expected = dict(zip(self._outputs, outputs, strict=True))
@@ -230,7 +230,7 @@ class SegmentCheck:
 
     def _compare_output(self, name: str, expected: Array | list[Array], got: Array | list[Array]) -> None:
         self.compared_outputs += 1
-        if isinstance(expected, list) or isinstance(got, list):  # a sequence
+        if isinstance(expected, list) or isinstance(got, list):  # a sequence of arrays
             count = len(self.differing_outputs)
             if len(expected) != len(got):
                 self.differing_outputs.append(name)

@@ -1,6 +1,6 @@
 """Source: the model that a file is compared with.
 
-It is an ONNX model (``onnx_source``) or a model prepared by ``qt.prepare`` (``torch_source``).
+The source is an ONNX model (``onnx_source``) or a model prepared by ``qt.prepare`` (``torch_source``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ class Reference:
 
     Attributes:
         outputs: output arrays, in the order of the file's outputs.
-        codes: activation codes as the file stores them, by QuantizeLinear node of the file. A node is left out if the
-            source does not quantize its tensor.
+        codes: maps names of the file's QuantizeLinear nodes to the source's codes, shifted as in the file. A node is
+            left out if the source does not quantize its tensor.
     """
 
     outputs: list[Array]
@@ -56,11 +56,11 @@ class SourceSegments(Protocol):
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
-        """Each QuantizeLinear node whose codes ``run`` needs, with the name of its tensor of codes."""
+        """QuantizeLinear nodes whose codes ``run`` needs: pairs of the node's name and its output's name."""
         ...
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
-        """Run the segments on a batch, and compare the results with the file's codes (by node) and outputs."""
+        """Run the segments on a batch; compare the results with the file's ``codes`` (by node name) and ``outputs``."""
         ...
 
     def result(self) -> Segments:
@@ -72,7 +72,7 @@ class Source(Protocol):
     """The model that a file was made from."""
 
     can_match_weights: bool  # whether each weight of the file should have a counterpart in the source
-    names: Mapping[str, str]  # weight names in the source, by the names of the file's constants of codes
+    names: Mapping[str, str]  # maps names of codes in the file to names of weights in the source
     notes: dict[str, None]  # messages about parts that were not compared
     causes: list[str]  # known reasons why sums in the file differ from sums in the source
     tally: Tally  # counts of the codes that segments compared
@@ -84,7 +84,7 @@ class Source(Protocol):
 
     @property
     def flaw(self) -> Difference | None:
-        """The first decision that is out of bounds; None if all are valid.
+        """The first decision that is out of bounds; None if all decisions are within bounds.
 
         Segments use the decisions, so they cannot detect a wrong decision.
         """
@@ -96,11 +96,11 @@ class Source(Protocol):
 
     @property
     def segments(self) -> "SourceSegments | None":
-        """The source cut into segments; None if the file lacks the records that are needed for it."""
+        """The source, cut into segments; None if the file does not record where to cut."""
         ...
 
     def weights(self) -> dict[str, QuantizedTensor]:
-        """Return the quantized weights by name."""
+        """Map names to quantized weights."""
         ...
 
     def bias(self, weight: str) -> Array | None:

@@ -31,6 +31,6 @@ class Tally:
         scale: float | None = None,
         zero_point: int | None = None,
     ) -> None:
-        """Record a mismatch, unless an earlier one is recorded."""
+        """Record a mismatch if it is the first."""
         if self.first is None:
             self.first = Difference(node, tensor, index, expected, got, x, scale, zero_point, cause)

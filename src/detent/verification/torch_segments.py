@@ -1,4 +1,4 @@
-"""Level 2 for a prepared model: runs its segments between quantizers, and compares them with the file as written.
+"""Level 2 for a prepared model: cuts it at its quantizers, and compares its segments with the file as written.
 
 The model runs in PyTorch with its exported weights, folded batch norms and int32 biases. Each quantizer outputs the
 file's codes, dequantized, so an error stays in its segment. PyTorch and ONNX Runtime accumulate in different orders, so
@@ -47,7 +47,7 @@ BOUND = (
     f"{MAX_ULPS} ulp"
 )
 FLOAT32 = np.finfo(np.float32)
-HUGE_EXPONENT, HUGE_EXPONENT_GAP = 12, 6  # huge values are at least 2**12, and over 2**6 times all others
+HUGE_EXPONENT, HUGE_EXPONENT_GAP = 12, 6  # huge values: at least 2**12, and over 2**6 times all other values
 
 
 class _CodeInjector:
@@ -81,7 +81,7 @@ class _CodeInjector:
             return None
         node, params, shape = nodes[call], quantizer.params, tuple(x.shape)
         codes = self._codes[node.node]
-        if codes.shape not in {shape, (1, *shape)}:  # the export adds a batch axis to an input without one
+        if codes.shape not in {shape, (1, *shape)}:  # the export adds a batch axis if the input has no batch axis
             self._tally.count(codes.size, codes.size)
             self._tally.note("wrong shape", node.node, node.codes, (), str(shape), str(codes.shape))
             return None
@@ -131,11 +131,11 @@ class TorchSegments:
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
-        """Each QuantizeLinear node whose codes ``run`` needs, with the name of its tensor of codes."""
+        """QuantizeLinear nodes whose codes ``run`` needs: pairs of the node's name and its output's name."""
         return tuple((node.node, node.codes) for name, nodes in self._nodes.items() if name for node in nodes)
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
-        """Run the model in float32 and float64, and compare the results with the file's codes (by node) and outputs."""
+        """Run the model in float32 and float64; compare with the file's ``codes`` (by node name) and ``outputs``."""
         float32_inputs: dict[str, Array] = {}
 
         def keep(node: QuantizeNode, x: Array, params: QuantParams) -> None:  # noqa: ARG001 - same signature as compare
@@ -154,7 +154,7 @@ class TorchSegments:
 
     @contextmanager
     def _injecting(self, model: nn.Module, codes: Mapping[str, Array], take: Take) -> Iterator[None]:
-        """Replace the outputs of a model's quantizers by the file's codes, and pass their inputs to ``take``."""
+        """Replace quantizers' outputs in a model by the file's codes, and pass quantizers' inputs to ``take``."""
         injector = _CodeInjector(model, self._nodes, codes, take, self._tally)
         layers = [module for module in model.modules() if isinstance(module, QuantizedMatmul)]
         inputs = {id(each._modules.get("input_quantizer")) for each in layers}
@@ -236,7 +236,7 @@ def _bound(x: Array, exact: Array) -> Array:
 
 
 def _huge_threshold(magnitude: Array) -> float:
-    """Return the magnitude from which values count as huge; infinity if no value does."""
+    """Return the magnitude from which values count as huge; infinity if no value is huge."""
     if magnitude.max(initial=0.0) < 2.0**HUGE_EXPONENT:
         return np.inf
     exponents = np.unique(np.frexp(magnitude[magnitude > 0])[1]) - 1
@@ -267,7 +267,7 @@ def _as_exported(model: nn.Module, int32_biases: Collection[tuple[str, str]]) ->
             fold_in(module, module.fold)
     quantizers = quantizers_of(copy)
     names = {id(quantizer): name for name, quantizer in quantizers.items()}
-    first: dict[FakeQuantize, str] = {}  # weight name in the file; tied weights share a quantizer
+    first: dict[FakeQuantize, str] = {}  # name of the weight in the file; tied weights share a quantizer
     for full, layer, name, quantizer in weight_layers(copy):
         if full not in state:
             continue
@@ -285,7 +285,7 @@ def _as_exported(model: nn.Module, int32_biases: Collection[tuple[str, str]]) ->
 
 
 def _rounded_bias(bias: Array, x: QuantParams, weight: QuantParams) -> Array:
-    """Round a bias to multiples of input scale times weight scale; return it unchanged if its codes exceed int32."""
+    """Round a bias to multiples of input scale times weight scale; return the bias unchanged if codes exceed int32."""
     unit = np.asarray(np.asarray(x.scale, np.float32).reshape(-1)[0] * weight.scale.astype(np.float32))
     if x.scale.ndim or unit.shape not in {(), bias.shape} or unit.min() < FLOAT32.smallest_normal:
         return bias.copy()
@@ -294,7 +294,7 @@ def _rounded_bias(bias: Array, x: QuantParams, weight: QuantParams) -> Array:
 
 
 def _int32_biases(artifact: QuantizedGraph, nodes: Mapping[str, Sequence[QuantizeNode]]) -> list[tuple[str, str]]:
-    """List the layers with an int32 bias in the file: full name of the weight, and name of the input quantizer."""
+    """List full weight names and names of input quantizers, for all layers with an int32 bias in the file."""
     provenance, graph = artifact.provenance, artifact.graph
     names = {} if provenance is None else provenance.weights
     weights = {each.node.output[0]: names.get(each.name, "") for each in artifact.weights}

@@ -59,7 +59,7 @@ class TorchSource:
         self._names = {} if provenance is None else provenance.activations
         self.names = {} if provenance is None else provenance.weights
         self._quantizers = quantizers_of(model)
-        self._nodes: dict[str, list[QuantizeNode]] = defaultdict(list)  # by quantizer name
+        self._nodes: dict[str, list[QuantizeNode]] = defaultdict(list)  # maps quantizer names to nodes
         for node in artifact.quantize_nodes:
             self._nodes[self._names.get(node.node, "")].append(node)
         self.notes: dict[str, None] = {}
@@ -72,7 +72,7 @@ class TorchSource:
         """Export this model with the options recorded in the file, and compare the result with the file."""
         provenance = self._artifact.provenance
         if provenance is None or provenance.export is None:
-            return Replay("the file has no record of its export (files from qt.export_onnx have one)")
+            return Replay("the file has no record of its export (files from qt.export_onnx have such a record)")
         record = ExportRecord.from_dict(provenance.export)
         if record.problem:
             return Replay(record.problem)
@@ -141,11 +141,11 @@ class TorchSource:
         return causes
 
     def weights(self) -> dict[str, QuantizedTensor]:
-        """Return the quantized weights by full name."""
+        """Map full names to quantized weights."""
         return quantized_state(self._model)
 
     def expected(self, quantizer: QuantizeNode) -> Expected | None:
-        """Return the model's quantizer for a node of the file; None if the file does not record its name."""
+        """Return the model's quantizer for a node of the file; None if the quantizer's name is not recorded."""
         node, name = quantizer, self._names.get(quantizer.node)
         module = None if name is None else self._quantizers.get(name)
         if module is None:
@@ -156,7 +156,7 @@ class TorchSource:
         return Expected(params, shift, node.unclipped if narrow else node.x)
 
     def bias(self, weight: str) -> Array | None:
-        """Return the bias of the layer that has this weight, with its batch norm folded in.
+        """Return the bias of the layer that has this weight, with the layer's batch norm folded into the bias.
 
         None if the layer has no bias, or if the weight is tied.
         """
@@ -172,7 +172,8 @@ class TorchSource:
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
         """Return the weights in ``missing`` whose layers ran.
 
-        Tied weights are left out if the file has the first of them: it stores them once, under the first name.
+        A file stores tied weights once, under the name of the first. If the file has this name, all of them are left
+        out.
         """
         if not self.can_match_weights:
             return {}
@@ -215,7 +216,7 @@ class TorchSource:
         return outputs
 
     def _codes(self, calls: Mapping[str, list[tuple[Array, QuantParams]]]) -> dict[str, Array]:
-        """Return codes by node of the file, from the recorded calls of each quantizer."""
+        """Map names of nodes in the file to codes, which were recorded when the model called its quantizers."""
         by_node = {}
         for name, nodes in self._nodes.items():
             results = calls.get(name, [])

@@ -1,4 +1,4 @@
-"""``dt.verify``. A call imports ONNX Runtime, and PyTorch for a PyTorch source; importing this module does not."""
+"""``dt.verify``. A call imports ONNX Runtime, and PyTorch for a PyTorch source; this module imports neither."""
 
 from collections.abc import Iterable
 from os import PathLike
@@ -43,13 +43,13 @@ def verify(
         data: batches, or a file or directory of them as for ``qo.quantize``. A batch is a dict of arrays by input name,
             a tuple in the order of the inputs, or a single array. Each batch is read once; at most two are in memory.
             With None, level 1 compares no activations, and the other levels cannot run.
-        levels: one or several of 1, 2 and 3. None runs all levels with data, and level 1 without data. Levels 1 and 2
+        levels: one or several of 1, 2 and 3. None runs all levels if data is passed, otherwise level 1. Levels 1 and 2
             need recorded decisions: for files from other tools, which record no decisions, pass ``levels=3``.
         raise_on_difference: raise an exception if the report is not ok.
 
     Raises:
-        VerificationError: the report is not ok, and ``raise_on_difference`` is set. The exception's ``report`` is the
-            report.
+        VerificationError: the report is not ok, and ``raise_on_difference`` is set. The exception has the report as its
+            attribute ``report``.
         SpecError, ShapeError, DtypeError: the data do not fit the model or are missing, or a level does not exist.
         FileFormatError, UnsupportedError: the file is damaged, has malformed decisions, or has no quantizers.
 

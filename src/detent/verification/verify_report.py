@@ -91,7 +91,7 @@ class EndToEnd:
         differing_codes: number of activation codes that differ.
         max_steps: the largest difference between a code in the source and the code of the same element in the file.
         first_node: the first node whose codes differ.
-        output_sqnr_db: SQNR in dB by output name, for outputs of a float type.
+        output_sqnr_db: maps the name of each float output to its SQNR in dB.
         agreement: top-1 agreement; None if the first output has no class scores.
         cause: why codes and outputs may differ although nothing is wrong.
 
@@ -125,12 +125,12 @@ class EndToEnd:
 
 
 class Kernel(NamedTuple):
-    """An integer kernel of ONNX Runtime compared with exact arithmetic.
+    """Comparison of an integer kernel of ONNX Runtime with exact arithmetic.
 
     Attributes:
         node: name of the node in the optimized graph.
         kernel: operator of the node in the optimized graph.
-        compared: number of codes that were compared; 0 if level 3 has no formula for the kernel.
+        compared: number of codes that were compared; 0 if level 3 does not support the kernel.
         differing: number of codes that differ.
         max_steps: the largest difference between a code and its exact value.
         saturated: whether an accumulator saturated, which makes sums wrong.
@@ -146,14 +146,15 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """Level 1: quantizes the source again with the decisions recorded in the file, and compares the result.
+    """Result of level 1, which quantizes the source again with the file's decisions and compares the result.
 
     Attributes:
         reason: why the file could not be replayed; "" if it was replayed.
         nodes: number of compared nodes.
         constants: number of compared elements of constants.
         differences: mismatches, most important first.
-        decided: decisions that do not follow from the source; the replay accepts them within bounds. One text per kind.
+        decided: texts about decisions that do not follow from the source, one text per kind of decision. The replay
+            accepts these decisions within bounds.
         hint: a possible explanation of the mismatches.
         made_by: how the file was made: "decisions" (``qo.quantize``), "export" (of a PyTorch model) or "copy" (of the
             source).
@@ -187,7 +188,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Segments:
-    """Level 2: cuts the source at its quantizers, runs each segment on the file's codes, and compares the results.
+    """Result of level 2, which cuts the source at its quantizers and runs each segment on the file's codes.
 
     Attributes:
         reason: why nothing was compared; "" if something was compared.
@@ -242,13 +243,14 @@ class VerifyReport:
     Attributes:
         levels: levels that were requested.
         batches: number of batches.
-        compared_codes: number of codes that were compared: those of weights, and of activations in all batches.
+        compared_codes: number of compared codes of weights, and of activations in all batches.
         differing_codes: number of these codes that are wrong.
         first_difference: the first mismatch of any level.
         replay: result of level 1; None if level 1 was not requested.
         segments: result of level 2; None if level 2 was not requested.
-        end_to_end: end-to-end comparisons of level 2, by run: "unoptimized" and "optimized". "accuracy_level_0" is
-            added if weight-only matmuls use 8-bit activations by default, "openvino" if OpenVINO is installed.
+        end_to_end: maps the name of each run to its end-to-end comparison (level 2). The runs are "unoptimized",
+            "optimized", "accuracy_level_0" (if weight-only matmuls use 8-bit activations by default) and "openvino"
+            (if OpenVINO is installed).
         kernels: results of level 3, one per integer kernel.
         saturation: the largest mismatch of the first kernel with a saturated accumulator.
         kernel_difference: the first layer that runs on an integer kernel although the file keeps it in float, or whose
@@ -283,7 +285,7 @@ class VerifyReport:
 
     @property
     def failure(self) -> str:
-        """Why the report is not ok, in one line; "" if it is ok."""
+        """Why the report is not ok, in one line; "" if the report is ok."""
         if self.replay is not None and self.replay.differences:
             return str(self.replay)
         if self.first_difference is not None:
