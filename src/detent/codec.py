@@ -274,7 +274,7 @@ def decode_array(value: object, what: str, *, error: type[DetentError] = FileFor
     dtype, listed = entry["dtype"], entry["values"]
     if not isinstance(dtype, str) or dtype not in _STORED_DTYPES or not isinstance(listed, list):
         raise error(
-            f"got {brief(entry)} for {what}, expected 'values' as a list, and 'dtype' as one of "
+            f"got {brief(entry)} for {what}, expected a list of numbers as 'values', and as 'dtype' one of "
             f"{', '.join(sorted(_STORED_DTYPES))}"
         )
     shape = entry["shape"]
