@@ -420,7 +420,8 @@ class ScaleState:
         lo = observer.state_dict().get("lo")
         if state.params is not None and lo is not None and lo.shape != state.params.scale.shape:
             raise ShapeError(
-                f"got observer ranges of shape {lo.shape}, expected the scale's shape {state.params.scale.shape}"
+                f"got observer ranges of shape {lo.shape}, expected the scale's shape {state.params.scale.shape}: pass "
+                "the result of state_dict()"
             )
         return replace(state, observer=observer)
 

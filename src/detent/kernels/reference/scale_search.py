@@ -4,8 +4,8 @@ A candidate is measured with the scale as it is stored: ``error = sum((x - y)^2)
 compute type. Position p is the scale ``start * 2^(-p/1024)``, rounded to the scale's dtype. Position 0 is the min-max
 scale.
 
-If the codes stay those of a candidate while the scale changes, the error is a parabola in the scale. Let v be the
-values of the codes at scale 1::
+For fixed codes, the error is a parabola in the scale. Let v be the values that the codes of a candidate represent at
+scale 1::
 
     fitted   = sum(x v) / sum(v v)                                 the lowest point of the parabola
     estimate = error - (s sum(v v) - sum(x v))^2 / sum(v v)        the error at this point
