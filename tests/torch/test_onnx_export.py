@@ -845,7 +845,7 @@ def activation(spec: Any, mode: Any = None, **options: Any) -> Any:
         (
             dt.QuantSpec("uint8", "axis1", qmax=9),
             {"shape": (2, 4)},
-            "codes 0..9 are only a part of their type",
+            "only the codes 0..9 of the type are used",
         ),
     ],
     ids=["per batch", "token", "reciprocal", "half away", "float8", "narrow channels"],

@@ -92,7 +92,7 @@ class ArrayFile:
 
     @contextmanager
     def _open(self) -> Iterator[dict[str, tuple[_ArrayHeader, IO[bytes]]]]:
-        """Open the file; yield a dict from array names to the header and a stream at the array's first element."""
+        """Open the file; yield a dict that maps each array name to a header, and to a stream at the first element."""
         with ExitStack() as stack:
             try:
                 yield {name: (_read_header(name, size, file), file) for name, size, file in self._streams(stack)}
@@ -173,7 +173,9 @@ def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
     start = file.read(len(MAGIC) + 2)
     width = LENGTH_BYTES.get(start[-2]) if len(start) == len(MAGIC) + 2 else None  # major version
     if not start.startswith(MAGIC) or width is None:
-        raise FileFormatError(f"{what} does not begin like an .npy file: write it with numpy.save or numpy.savez")
+        raise FileFormatError(
+            f"{what} does not begin like an .npy file: save the array again with numpy.save or numpy.savez"
+        )
     length = int.from_bytes(file.read(width), "little")
     if length > HEADER_LIMIT:
         raise FileFormatError(
@@ -184,8 +186,8 @@ def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
     dtype, order, shape = (pattern.search(text) for pattern in (_DTYPE, _ORDER, _SHAPE))
     if dtype is None or order is None or shape is None or len(text) != length:
         raise FileFormatError(
-            f"{what} has the header {text[:MAX_CHARS_SHOWN].strip()!r}, expected that of an array of numbers: convert "
-            "the array, for example with x.astype('float32'), and save it again"
+            f"{what} has the header {text[:MAX_CHARS_SHOWN].strip()!r}, expected the header of an array of numbers: "
+            "convert the array, for example with x.astype('float32'), and save it again"
         )
     try:
         kind = np.dtype("?" if dtype[2] == "b" else "".join(dtype.groups()))
@@ -326,8 +328,8 @@ class Batches:
     def first_samples(self, count: int) -> tuple[list[Feed], int]:
         """Return batches that hold the first ``count`` samples, and the number of samples in these batches.
 
-        The last batch is cut to ``count`` samples in all if its inputs have equally many samples and the model accepts
-        any batch size. Otherwise, all samples of the last batch are returned.
+        The last batch is cut if its inputs have equally many samples and the model accepts any batch size. Otherwise
+        the batches may hold more than ``count`` samples.
         """
         feeds, total = list[Feed](), 0
         for feed in self:
@@ -355,7 +357,7 @@ class Batches:
         batches = list(islice(rest, count))
         self._begun = chain(batches, rest)
         if not batches:
-            raise SpecError(f"{self._name or 'data'} holds no batches: pass at least one")
+            raise SpecError(f"{self._name or 'data'} holds no batches: pass at least one batch")
         return [self._check(batch, number) for number, batch in batches]
 
     def __iter__(self) -> Iterator[Feed]:
@@ -468,7 +470,7 @@ def _check_finite(array: Array, name: str, where: str) -> None:
         return
     refuse_nan(f"{where}: input {name!r}", array, "clean the data")
     first = first_index(np.isinf(array))
-    raise RangeError(f"{where}: input {name!r} is infinite at index {first}: replace it by a large finite value")
+    raise RangeError(f"{where}: input {name!r} is infinite at index {first}: replace infinity by a large finite value")
 
 
 def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_size: int | None = None) -> Batches:

@@ -172,7 +172,7 @@ def _parse(path: Path) -> ModelProto:
 def _check_frame(file: IO[bytes], size: int) -> None:
     """Check that the outermost protobuf fields fill a file exactly; their contents are not read."""
     if not 0 < size <= FILE_LIMIT:
-        raise FileFormatError(f"it has {size} bytes, expected between 1 and {FILE_LIMIT}")
+        raise FileFormatError(f"the file has {size} bytes, expected between 1 and {FILE_LIMIT}")
     position, count, has_graph = 0, 0, False
     while position < size and count < FIELDS_LIMIT:
         file.seek(position)
@@ -188,7 +188,7 @@ def _check_frame(file: IO[bytes], size: int) -> None:
     if position != size:
         raise FileFormatError(f"the protobuf fields end at byte {position}, but the file has {size} bytes")
     if not has_graph:
-        raise FileFormatError("it has no graph")
+        raise FileFormatError("the file has no graph")
 
 
 def _varint(data: bytes) -> tuple[int, int]:
@@ -207,11 +207,11 @@ def _check(model: ModelProto, external: "_ExternalData", name: str) -> None:
         for tensor in _tensors(model):
             try:
                 if any(size < 0 for size in tensor.dims):
-                    raise FileFormatError(f"has a negative size in its shape {list(tensor.dims)}")
+                    raise FileFormatError(f"the shape {list(tensor.dims)} has a negative size")
                 external.fetch(tensor)
                 _check_tensor(tensor)
             except FileFormatError as error:
-                raise FileFormatError(f"tensor {tensor.name!r} {error}") from error
+                raise FileFormatError(f"tensor {tensor.name!r}: {error}") from error
         sort_nodes(model.graph)
         _run_onnx_checker(model)
     except (FileFormatError, UnsupportedError) as error:
@@ -255,7 +255,7 @@ def _run_onnx_checker(model: ModelProto) -> None:
 
 
 def _without_bytes(tensor: TensorProto) -> TensorProto:
-    """Return an empty tensor of the same name and type; a tensor that is not large is returned unchanged."""
+    """Return an empty tensor with the name and type of a large tensor; return a small tensor unchanged."""
     is_large = tensor.data_type in BITS and _raw_nbytes(tensor) >= MIN_EXTERNAL_BYTES
     if not is_large or not tensor.HasField("raw_data") or any(len(getattr(tensor, name)) for name in _DATA_FIELDS):
         return tensor
@@ -319,17 +319,18 @@ def _tensors_of_nodes(nodes: Iterable[NodeProto]) -> Iterator[TensorProto]:
 
 def _check_tensor(tensor: TensorProto) -> None:
     if tensor.data_type != TensorProto.STRING and tensor.data_type not in BITS:
-        raise FileFormatError(f"has the unknown data type {tensor.data_type}: update onnx, or export the model again")
+        raise FileFormatError(f"unknown data type {tensor.data_type}: update onnx, or export the model again")
     if tensor.HasField("raw_data"):
         expected, stored, unit = _raw_nbytes(tensor), len(tensor.raw_data), "bytes"
     else:
-        # A field holds one number per element; of complex elements two each; of packed elements one per byte.
+        # One number per element, two numbers per complex element, or one number per byte of packed elements.
         count, bits = prod(tensor.dims), BITS.get(tensor.data_type, 8)
         expected = 2 * count if tensor.data_type in _COMPLEX else -(-count * min(bits, 8) // 8)
         stored, unit = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type))), "numbers"
     if stored != expected:
         raise FileFormatError(
-            f"of shape {list(tensor.dims)} needs {expected} {unit}, but the file holds {stored}: export the model again"
+            f"the shape {list(tensor.dims)} needs {expected} {unit}, but the file holds {stored}: "
+            "export the model again"
         )
 
 
@@ -350,17 +351,17 @@ class _ExternalData:
         if tensor.data_location != TensorProto.EXTERNAL:
             return
         if self._directory is None:
-            raise FileFormatError("has external data, but the model is in memory: pass the model's path")
+            raise FileFormatError("the tensor has external data, but the model is in memory: pass the model's path")
         if tensor.data_type not in BITS:
             raise FileFormatError(
-                f"has external data of the unknown data type {tensor.data_type}: update onnx, or export the model again"
+                f"external data of the unknown data type {tensor.data_type}: update onnx, or export the model again"
             )
         entries = {entry.key: entry.value for entry in tensor.external_data if entry.key in _KEYS}
         expected = _raw_nbytes(tensor)
         offset, length = _number(entries, "offset", 0), _number(entries, "length", expected)
         if length != expected:
             raise FileFormatError(
-                f"needs {expected} bytes, but has {length} bytes of external data at offset {offset}: "
+                f"the tensor needs {expected} bytes, but its external data has {length} bytes at offset {offset}: "
                 "export the model again"
             )
         tensor.raw_data = self._read(self._directory, entries.get("location", ""), offset, length)
@@ -380,23 +381,23 @@ class _ExternalData:
             finally:
                 os.close(handle)
         except OSError as error:
-            raise FileFormatError(f"has external data in {shown}, which cannot be read: {error.strerror}") from error
+            raise FileFormatError(f"the external data in {shown} cannot be read: {error.strerror}") from error
 
     def _check_file(self, path: Path, shown: str, status: os.stat_result, end: int, length: int) -> None:
         if not stat.S_ISREG(status.st_mode):
-            raise FileFormatError(f"has external data in {shown}, expected a regular file")
+            raise FileFormatError(f"the external data is in {shown}, expected a regular file")
         if status.st_nlink != 1:
-            raise FileFormatError(f"has external data in {shown}, which has hard links: replace this file by a copy")
+            raise FileFormatError(f"the external data is in {shown}, which has hard links: replace this file by a copy")
         if end > status.st_size:
             raise FileFormatError(
-                f"has external data up to byte {end} of {shown}, but this file has only {status.st_size} bytes: "
+                f"the external data ends at byte {end} of {shown}, but this file has only {status.st_size} bytes: "
                 "copy this file again"
             )
         self._sizes[path] = status.st_size
         self._claimed[path] = self._claimed.get(path, 0) + length
         if self._claimed[path] > MAX_SHARING * status.st_size:
             raise FileFormatError(
-                f"has external data in {shown}, but all tensors together read over {MAX_SHARING} times the size "
+                f"the external data is in {shown}, but all tensors together read over {MAX_SHARING} times the size "
                 "of this file: store the data of each tensor separately"
             )
 
@@ -409,7 +410,7 @@ def _raw_nbytes(tensor: TensorProto) -> int:
 def _number(entries: dict[str, str], key: str, default: int) -> int:
     text = entries.get(key, str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise FileFormatError(f"has the {key} {text[:MAX_CHARS_SHOWN]!r}, expected a number of bytes")
+        raise FileFormatError(f"the external data has the {key} {text[:MAX_CHARS_SHOWN]!r}, expected a number of bytes")
     return int(text)
 
 
@@ -419,15 +420,15 @@ def _inside(directory: Path, location: str) -> Path:
     is_unsafe = any(letter in location for letter in "\\\0") or PureWindowsPath(location).drive or location[:1] == "/"
     if not parts or is_unsafe or ".." in parts:
         raise FileFormatError(
-            f"has external data in {location[:MAX_CHARS_SHOWN]!r}, expected a file in the model's directory"
+            f"the external data is in {location[:MAX_CHARS_SHOWN]!r}, expected a file in the model's directory"
         )
     path = directory
     for part in parts:
         path = path / part
         if path.is_symlink():
             raise FileFormatError(
-                f"has external data in {location[:MAX_CHARS_SHOWN]!r}, where {part!r} is a symbolic link: "
-                "replace it by a copy"
+                f"the external data is in {location[:MAX_CHARS_SHOWN]!r}, where {part!r} is a symbolic link: "
+                "replace the link by a copy"
             )
     return path
 

@@ -122,7 +122,7 @@ def element_range(kind: int) -> tuple[int, int]:
 
 
 def make_tensor(name: str, values: Array, kind: int | None = None) -> TensorProto:
-    """Make an initializer of the ONNX type ``kind``; None uses the type of the array.
+    """Make an initializer of the ONNX type ``kind``; if ``kind`` is None, use the type of the array.
 
     Raises:
         FileFormatError: values do not fit an integer type.
@@ -211,7 +211,9 @@ def check_depth(graph: GraphProto) -> None:
     for _ in range(MAX_NESTED_GRAPHS):
         level = [inner for each in level for node in each.node for inner in subgraphs(node)]
     if level:
-        raise FileFormatError(f"subgraphs are nested more than {MAX_NESTED_GRAPHS} deep, which ONNX files cannot store")
+        raise FileFormatError(
+            f"subgraphs are nested more than {MAX_NESTED_GRAPHS} levels deep, which ONNX files cannot store"
+        )
 
 
 def reads(node: NodeProto) -> Iterator[str]:
@@ -226,7 +228,7 @@ def reads(node: NodeProto) -> Iterator[str]:
 
 
 def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators: Sequence[str]) -> str:
-    """Go back from a tensor, through the first inputs of nodes in ``operators``; return the tensor where this ends."""
+    """Go back from a tensor along first inputs while nodes are of ``operators``; return the last tensor reached."""
     node = producer(name)
     while node is not None and node.op_type in operators:
         name = node.input[0]

@@ -2,7 +2,7 @@
 
 When ONNX Runtime (observed with 1.31.1) loads a model, it quantizes some layers with float weights: each Conv,
 ConvTranspose or Gemm between a DequantizeLinear and a QuantizeLinear. It uses one scale per tensor, without a warning.
-This can cost more accuracy than the quantization of all other layers. First, ONNX Runtime changes the graph:
+This can cost more accuracy than the quantization of all other layers. Before that, it changes the graph:
 
 - It moves Q/DQ nodes across operators that only move data (MaxPool, Reshape, Slice, ...).
 - It removes operators without effect (Dropout, Identity, Cast).
@@ -66,7 +66,7 @@ def guard_float(graph: Graph, names: Collection[str] = ()) -> list[str]:
 
 
 def guard_pools(graph: Graph) -> list[str]:
-    """Stop ONNX Runtime from moving a QuantizeLinear before a MaxPool of float data; return the tensors' names."""
+    """Stop ONNX Runtime from moving a QuantizeLinear before a MaxPool of float data; return the MaxPool outputs."""
     guarded = []
     for node in [each for each in graph.nodes if each.op_type == QUANTIZE]:
         pool = graph.producer(node.input[0])

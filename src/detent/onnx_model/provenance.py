@@ -34,9 +34,9 @@ class Provenance:
     """Metadata of a quantized file: its source model, recipe and options, and the origin of its codes.
 
     Attributes:
-        weights: maps the name of each initializer that holds codes to the name of the layer or weight.
-        activations: maps the name of each QuantizeLinear node to the name of the quantizer or tensor. It is not stored
-            if each QuantizeLinear node is named ``<tensor>_codes_node``.
+        weights: maps the name of each initializer that holds codes to the name of its layer or weight.
+        activations: maps the name of each QuantizeLinear node to the name of its quantizer or tensor. The mapping is
+            not stored if each QuantizeLinear node is named ``<tensor>_codes_node``.
         target: name of the target.
         recipe: the recipe as JSON.
         made_by: version of detent that wrote the file.
@@ -96,7 +96,7 @@ class Provenance:
 
 
 def _tensors_by_name(model: ModelProto) -> dict[str, str]:
-    """Return the tensor of each QuantizeLinear node, as the node's name tells it, by the node's name."""
+    """Map each name of a QuantizeLinear node that is ``<tensor>_codes_node`` to ``<tensor>``."""
     names = [node.name for node in model.graph.node if node.op_type == QUANTIZE]
     return {name: name.removesuffix(CODES_NODE) for name in names if name.endswith(CODES_NODE)}
 

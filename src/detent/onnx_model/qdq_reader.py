@@ -122,7 +122,7 @@ def read_quantization(
         kind = constants[x].data_type
     elif kind_of is not None:
         kind = kind_of(x) or kind
-    if scale.size == zero.size == 1:  # in some files, only one of the two is a scalar
+    if scale.size == zero.size == 1:  # in some files, either the scale or the zero point is a scalar
         zero = zero.reshape(scale.shape)
     if zero.shape != scale.shape:
         raise FileFormatError(

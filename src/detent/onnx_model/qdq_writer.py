@@ -1,4 +1,4 @@
-"""Writer of quantized graphs: Q/DQ pairs, weights and tables as codes, int32 biases, and switches of Q/DQ pairs.
+"""Writer of quantized graphs: Q/DQ pairs and switches for them, weights and tables as codes, int32 biases.
 
 ``QdqParams`` holds quantization parameters in the layout of a file:
 
@@ -279,7 +279,7 @@ def _clip_bounds(qparams: QdqParams) -> tuple[Array, Array]:
     """Return the bounds of a Clip: the values of the smallest and largest code in use."""
     if qparams.scale.ndim:
         raise UnsupportedError(
-            f"codes {qparams.low}..{qparams.high} are only a part of their type, so data must be clipped, but ONNX "
+            f"only the codes {qparams.low}..{qparams.high} of the type are used, so data must be clipped, but ONNX "
             "cannot clip per channel: use one scale per tensor, or all codes of a format of 4, 8 or 16 bits"
         )
     lo, hi = (

@@ -102,7 +102,8 @@ def make_session(
         config: maps keys of ONNX Runtime's session settings to values. Threads do not spin by default, because spinning
             doubles the CPU time. To measure time, pass ``{SPINNING: "1"}``, the default of ONNX Runtime.
         write_to: path to write the optimized graph to.
-        profile_to: start of the path to write a profile to; ``end_profiling`` writes it and returns the path.
+        profile_to: start of the profile's path; ``end_profiling`` of the session writes the profile and returns
+            its path.
 
     Raises:
         UnsupportedError: ONNX Runtime failed to load the model; the message gives the reason.
@@ -143,8 +144,8 @@ def make_session(
 def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
     """Copy a model without the data of its large initializers; return the copy, and a dict from names to data.
 
-    Large initializers that no node reads are not in the copy or the dict: ONNX Runtime would remove them from the copy,
-    and then fail to find those in the dict.
+    Large initializers that no node reads are left out of both: ONNX Runtime would remove them from the copy, and then
+    reject the dict.
     """
     lean, weights = without_initializers(model), dict[str, Array]()
     inputs_and_outputs = {value.name for value in (*model.graph.input, *model.graph.output)}

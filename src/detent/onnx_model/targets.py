@@ -176,7 +176,7 @@ PREFER_SPEED = "--prefer speed (weights of 7 bits)"
 
 
 def faster(target: Target, specs: Iterable[QuantSpec], *, vnni: bool | None) -> str:
-    """Return the option for a file with faster kernels; "" if no option makes the file faster.
+    """Return the command-line option that makes a file faster; "" if there is no such option.
 
     ``specs`` are the weight specs of the file's dense layers. ``vnni`` says whether the CPU has VNNI; None if unknown.
     """

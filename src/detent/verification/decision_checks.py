@@ -44,7 +44,7 @@ Array = NDArray[Any]
 SEARCH_TOLERANCE = 1e-2  # relative, for squared errors: the search on a histogram depends slightly on the CPU
 HISTOGRAMS_AT_ONCE = 4096  # parameter sets searched at a time, which bounds the memory
 TOLERANCE = 1e-5  # relative, for the rounding of float32 sums
-MAX_CLIPPED_RANGES = 1  # inputs are at most this many range widths outside the quantizer's range
+MAX_CLIPPED_RANGES = 1  # inputs are assumed to be at most this many range widths outside the quantizer's range
 BIAS_CODE_MARGIN = 1 << 8  # scales with a bias code above ROOMY_BIAS_CODE minus this may have been raised for the bias
 MAX_NAMES_SHOWN = 3
 
@@ -132,7 +132,7 @@ def _squared_errors(weight: Array, params: QuantParams) -> Array:
 
 
 def _set_numbers(weight: Array, spec: QuantSpec) -> NDArray[np.intp]:
-    """Return the number of the parameter set of each element, in C order."""
+    """Return the index of each element's parameter set; elements are in C order."""
     tiling = spec.granularity.tiling(weight.shape)
     return np.asarray(np.broadcast_to(tiling.spread(np.arange(tiling.sets)), weight.shape).ravel(), np.intp)
 

@@ -47,7 +47,7 @@ Array = NDArray[Any]
 Attributes = Mapping[str, Any]
 Inputs = Sequence[Array | None]
 MAX_EXACT_FLOAT32 = 1 << 24  # float32 represents all integers up to this number
-MAX_SESSIONS = 64  # number of cached sessions; each has a different combination of convolution attributes
+MAX_SESSIONS = 64  # limit on cached sessions; there is one per combination of convolution attributes
 MATRIX_RANK = 2
 
 
@@ -293,7 +293,7 @@ ORACLES: Mapping[str, Callable[[Inputs, Attributes], Prediction]] = MappingProxy
         "QLinearMatMul": _qlinear_matmul,
     }
 )
-MAX_SAFE_WEIGHT = 64  # up to here, the sum of two products with unsigned bytes fits int16: 255 * 64 * 2 < 2**15
+MAX_SAFE_WEIGHT = 64  # up to this weight, the sum of two products with unsigned bytes fits int16: 255 * 64 * 2 < 2**15
 _WEIGHT_INPUTS = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3, "MatMulIntegerToFloat": 1, "MatMulInteger": 1}
 _ZERO_POINT_INPUTS = {"QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8}
 

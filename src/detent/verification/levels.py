@@ -304,7 +304,7 @@ class _Verification:
             unknown = [row.kernel for row in kernels.rows() if not row.compared and row.kernel not in ORACLES]
             if unknown:
                 names, count = ", ".join(sorted(set(unknown))), counted(len(unknown), "kernel")
-                note = f"level 3 did not compare {count}, because it has no formula for {names}"
+                note = f"level 3 did not compare {count}, because it does not support {names}"
                 self.notes[note] = None
         segments = self._segments()
         segment_runner = self.source.segments if segments is not None else None

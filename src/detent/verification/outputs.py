@@ -49,7 +49,7 @@ _FUSED = ("Relu", "Clip")
 
 
 class OutputCheck:
-    """Comparison of a source with the file, run in one runtime; ``causes`` are reasons why codes may differ."""
+    """Comparison of the source with the file in one runtime; ``causes`` are reasons why codes may differ."""
 
     def __init__(self, names: Sequence[str], causes: Sequence[str] = (ORDER,)) -> None:
         self._outputs, self._causes = OutputComparison(names, ("in the source", "in the file")), tuple(causes)
@@ -69,9 +69,9 @@ class OutputCheck:
     def add_codes(self, node: str, expected: Array, got: Array) -> None:
         """Add the codes of a node in the source (``expected``) and in the file (``got``) for a batch."""
         if expected.shape != got.shape:
-            self._code_notes[f"codes of {node} not compared: their shape is {got.shape}, expected {expected.shape}"] = (
-                None
-            )
+            self._code_notes[
+                f"codes of {node} were not compared: their shape is {got.shape}, expected {expected.shape}"
+            ] = None
             return
         if got.dtype.kind == "f" or expected.dtype.kind not in "iu":
             expected, got = expected.astype(np.float32), got.astype(np.float32)
@@ -178,7 +178,7 @@ class GraphCheck(OutputCheck):
 
 
 class SessionCheck(OutputCheck):
-    """Comparison of outputs of the source and of the file, run in ONNX Runtime with extra session options."""
+    """Comparison of the source's outputs with the file's outputs in ONNX Runtime with extra session options."""
 
     def __init__(self, artifact: QuantizedGraph, batch: CurrentBatch, config: Mapping[str, str]) -> None:
         super().__init__(artifact.graph.outputs)

@@ -294,7 +294,7 @@ def _rounded_bias(bias: Array, x: QuantParams, weight: QuantParams) -> Array:
 
 
 def _int32_biases(artifact: QuantizedGraph, nodes: Mapping[str, Sequence[QuantizeNode]]) -> list[tuple[str, str]]:
-    """List full weight names and names of input quantizers, for all layers with an int32 bias in the file."""
+    """List pairs of full weight name and input quantizer's name, for all layers with an int32 bias in the file."""
     provenance, graph = artifact.provenance, artifact.graph
     names = {} if provenance is None else provenance.weights
     weights = {each.node.output[0]: names.get(each.name, "") for each in artifact.weights}
