@@ -194,6 +194,17 @@ def test_both_profiles_hold_every_layer(tmp_path):
     assert [each.extra_ms for each in times.layers] == sorted((each.extra_ms for each in times.layers), reverse=True)
 
 
+def test_layers_with_the_names_of_their_outputs(tmp_path):
+    model, feeds = convolutions(), images(4)
+    for node in model.graph.node:
+        node.name = node.output[0]
+    result = qo.quantize(model, tmp_path / "q.onnx", feeds, progress=False)
+    times = speed_advice._layer_times(result, load_model(result.output), feeds)
+    assert {each.layer.name for each in times.layers} == {
+        node.name for node in model.graph.node if node.op_type == "Conv"
+    }
+
+
 def test_nodes_of_a_profile():
     m = Maker()
     model = m.model([("x", [4])], [m.add("Abs", [m.add("Exp", ["x"], name="e")], name="a")])

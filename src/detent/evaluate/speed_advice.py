@@ -51,7 +51,7 @@ WEIGHT_ONLY = "Weight-only recipes make files smaller, not faster: for speed, tr
 # operators that ONNX Runtime may fuse with the convolution before them
 FUSED = ("Add", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh")
 _KERNEL_TIME = "_kernel_time"
-_RENAMED = re.compile(r"^fused |(_nchwc|/MatMulAddFusion)$")  # what ONNX Runtime adds to names of float nodes
+_RENAMED = re.compile(r"^fused |(_nchwc|/\w+Fusion/?)$")  # what ONNX Runtime adds to names of float nodes
 Measure = Callable[[ModelSource], Timing]
 
 
@@ -255,7 +255,7 @@ def _labels(plan: GraphPlan) -> dict[str, str]:
 
     The keys are the names of layers, their outputs, and the outputs of operators that may be fused with a layer.
     """
-    labels = {name: name for name in plan.layers_by_name}
+    labels: dict[str, str] = {}
     for name, layer in plan.layers_by_name.items():
         result = layer.node.output[0]
         while result not in labels:
@@ -264,7 +264,7 @@ def _labels(plan: GraphPlan) -> dict[str, str]:
             if len(readers) != 1 or readers[0].op_type not in FUSED:
                 break
             result = readers[0].output[0]
-    return labels
+    return labels | {name: name for name in plan.layers_by_name}
 
 
 def _weight_labels(model: LoadedModel) -> dict[str, str]:
