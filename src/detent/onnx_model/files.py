@@ -434,7 +434,7 @@ def _inside(directory: Path, location: str) -> Path:
 
 
 def default_output(model: str | PathLike[str], recipe: Recipe | str | PathLike[str]) -> Path:
-    """Return the path to write to if the caller passes none: ``<model>.<recipe>.onnx`` next to the model.
+    """Return the path to write to if the caller passes no path: ``<model>.<recipe>.onnx`` next to the model.
 
     >>> default_output("nets/small.onnx", "w8a8").as_posix(), default_output("small.onnx", "conf/edge.toml").name
     ('nets/small.w8a8.onnx', 'small.edge.onnx')

@@ -64,7 +64,7 @@ class Provenance:
     export: dict[str, Any] | None = None
 
     def write(self, model: ModelProto) -> None:
-        """Write this entry into a model's metadata, or replace the entry that is there."""
+        """Write this object into a model's metadata; an entry that is already there is replaced."""
         # A recipe may be long, with one rule per layer, so its JSON is stored without spaces, too.
         recipe = json.dumps(json.loads(self.recipe), separators=(",", ":")) if self.recipe else ""
         fields = {name: value for name, value in vars(self).items() if value is not None}
@@ -131,7 +131,7 @@ class RuntimeRecord:
     kernels: Mapping[str, str]
 
     def write(self, model: ModelProto) -> None:
-        """Write this entry into a model's metadata, or replace the entry that is there."""
+        """Write this object into a model's metadata; an entry that is already there is replaced."""
         by_kernel: dict[str, list[str]] = {}
         for node, kernel in self.kernels.items():
             by_kernel.setdefault(kernel, []).append(node)

@@ -51,7 +51,7 @@ class QuantizedBias:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Number of bytes of codes and scales."""
         return int(self.codes.nbytes + self.scale.nbytes)
 
 

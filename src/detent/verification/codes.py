@@ -241,7 +241,7 @@ def _usual_shift(kind: int) -> int:
 
 
 class ActivationCheck:
-    """Level 1 for activations: quantize the input of each QuantizeLinear node again."""
+    """Level 1 for activations: quantizes the input of each QuantizeLinear node again, and compares the codes."""
 
     def __init__(self, artifact: QuantizedGraph, source: Source, tally: Tally) -> None:
         self._artifact, self._source, self._tally = artifact, source, tally

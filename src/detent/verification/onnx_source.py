@@ -118,8 +118,8 @@ class OnnxSource:
         names = self._artifact.graph.outputs
         if self.model.outputs != tuple(names):
             raise UnsupportedError(
-                f"the file has outputs {list(names)}, expected {list(self.model.outputs)} as in the source: the source "
-                "must be the model that was quantized"
+                f"the file has outputs {list(names)}, expected {list(self.model.outputs)} as in the source: pass "
+                "the model that was quantized as source"
             )
         if self._probe is not None:
             self._reference = Reference([])
