@@ -72,6 +72,34 @@ def test_other_runtimes_need_no_quantized_outputs():
         assert choose_last_layers(graph_plan, work, "balanced") == expected
 
 
+def stem(outputs, size, channels=3, group=1):
+    """A convolution with few input channels per group, and a layer that reads it."""
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", channels, outputs, size, group=group, name="stem")])
+    return m.model([("x", [1, channels, 16, 16])], [m.conv(t, outputs, 8, name="last")])
+
+
+@pytest.mark.parametrize(("outputs", "size", "kernel"), [(64, 3, "QLinearConv"), (32, 7, "QLinearConv"), (32, 3, None)])
+def test_stems_with_many_weights_are_quantized(outputs, size, kernel):
+    model = stem(outputs, size)
+    decisions, file = decided(model, images(2, channels=3, side=16, batch=1))
+    assert layer_named(decisions, "stem").is_quantized == (kernel is not None)
+    assert kernels_of(file).get("stem") == kernel
+
+
+@pytest.mark.parametrize(
+    ("target", "is_quantized"), [("onnxruntime", False), ("onnxruntime-vnni", True), ("openvino", True)]
+)
+def test_accuracy_keeps_stems_in_float_unless_8_bits_are_fast(target, is_quantized):
+    line = plan(qo.prepare(stem(64, 7)), target=target, prefer="accuracy").layers[0]
+    assert line.is_quantized == is_quantized
+
+
+def test_thin_groups_are_kept_in_float():
+    line = plan(qo.prepare(stem(64, 7, channels=16, group=4))).layers[0]
+    assert line.reason == "only 4 input channels: an integer kernel would be slower than float"
+
+
 def upsampled(side=8, group=1, channels=32):
     """A convolution, and a ConvTranspose that has most of the weights."""
     m = Maker()

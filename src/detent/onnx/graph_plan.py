@@ -19,7 +19,7 @@ from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.observers import best_params
 from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.placement import place_quantizers
-from detent.onnx_model.graph import MATMULS, Graph, describe, node_name
+from detent.onnx_model.graph import MATMULS, Graph, attribute_of, describe, node_name
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.targets import Target, get_target
 from detent.params import QuantParams
@@ -50,7 +50,14 @@ PREFERENCES: tuple[Preference, ...] = ("speed", "balanced", "accuracy")
 MINMAX_BITS = 8  # weights with at least 8 bits get their min-max range; with fewer bits, their MSE-optimal range
 PADDED = "ONNX files store its weight in"  # start of a note
 SLOW_BITS = 16  # ONNX Runtime has no integer kernels for 16-bit activations on CPUs
-MIN_CONV_CHANNELS = 5  # with fewer input channels, integer kernels of ONNX Runtime are 2 to 10 times slower than float
+# Time of an integer kernel of ONNX Runtime 1.31 relative to float, on one thread of a CPU with AVX-512 and VNNI:
+#   one group, 1 to 4 input channels: 0.3 to 0.94 with at least 1600 weights (21 shapes: stems of 5x5 and 7x7, 3x3 with
+#     64 outputs, patches, waves); 0.45 to 2.1 with fewer weights (26 shapes)
+#   several groups, 3x3, maps of 8x8 to 32x32: 4 channels per group 1.5 to 2.8, 5: 1.3 to 2.3, 6: 1.1 to 1.9, 8: 0.9 to
+#     1.4, 10: 0.7 to 1.1, 12: 0.6 to 0.9, 16: 0.9, 32: 0.5
+# A layer that is slower than float stays in float only if its weight is small: below 5 channels per group it is.
+MIN_CONV_CHANNELS = 5  # per group; with fewer, a convolution with several groups or few weights is kept in float
+MIN_CONV_WEIGHTS = 1600
 MIN_TRANSPOSE_SHARE = 0.01  # of all weight bytes; a ConvTranspose with a smaller weight is kept in float
 NO_KERNEL = "ONNX Runtime has no integer kernel for ConvTranspose"  # reason, and start of a note
 FLOAT_BYTES = 4
@@ -264,7 +271,7 @@ def plan(
     for each, layer in zip(rule_layers, layers, strict=True):
         decision = recipe.resolve(each.name, each.types, first=each.first, last=each.last)
         is_small = prefer == "speed" or _float_nbytes(layer) < small
-        line = _plan_layer(graph, layer, decision, target, skipped=layer.name in skipped, is_small=is_small)
+        line = _plan_layer(graph, layer, decision, target, prefer, skipped=layer.name in skipped, is_small=is_small)
         lines.append(line if prefer == "accuracy" else _with_fast_weight(line, layer, target))
     by_name = {layer.name: layer for layer in layers}
     return GraphPlan(recipe, target, _without_shared(graph, by_name, lines), model)
@@ -300,14 +307,21 @@ def _float_nbytes(layer: Layer) -> int:
 
 
 def _plan_layer(
-    graph: Graph, layer: Layer, decision: Decision, target: Target, *, skipped: bool, is_small: bool
+    graph: Graph,
+    layer: Layer,
+    decision: Decision,
+    target: Target,
+    prefer: Preference,
+    *,
+    skipped: bool,
+    is_small: bool,
 ) -> LayerPlan:
     """Plan one layer; ``is_small`` keeps a ConvTranspose in float, because codes of its weight would not pay."""
     rule = decision.rules[-1] if decision.rules else None
     before = _float_nbytes(layer)
     line = LayerPlan(layer.name, layer.node.op_type, rule, nbytes_before=before, nbytes_after=before)
     input_spec = None if layer.node.op_type == "Gather" else decision.input
-    reason = layer.reason or ("" if input_spec is None else _runtime_problem(layer, target))
+    reason = layer.reason or ("" if input_spec is None else _runtime_problem(layer, target, prefer))
     note = ""
     if reason == NO_KERNEL and not is_small:
         reason, note, input_spec = "", f"{NO_KERNEL}, so only its weight is quantized", None
@@ -346,15 +360,23 @@ def _with_fast_weight(line: LayerPlan, layer: Layer, target: Target) -> LayerPla
     return line if fast == line.weight else replace(line, weight=fast, wide_weight=line.weight)
 
 
-def _runtime_problem(layer: Layer, target: Target) -> str:
+def _runtime_problem(layer: Layer, target: Target, prefer: Preference) -> str:
     if target.runtime != "onnxruntime":
         return ""
     if layer.node.op_type == "ConvTranspose":
         return NO_KERNEL
-    if layer.node.op_type == "Conv" and not layer.depthwise and layer.shape[1] < MIN_CONV_CHANNELS:
+    is_thin = layer.node.op_type == "Conv" and not layer.depthwise and layer.shape[1] < MIN_CONV_CHANNELS
+    if is_thin and not _is_fast_stem(layer, target, prefer):
         count = layer.shape[1]
         return f"only {count} input channel{'s' * (count != 1)}: an integer kernel would be slower than float"
     return ""
+
+
+def _is_fast_stem(layer: Layer, target: Target, prefer: Preference) -> bool:
+    """Whether an integer kernel of a convolution with few input channels is faster than float."""
+    has_slow_weight = prefer == "accuracy" and target.unsigned_weights
+    is_dense = attribute_of(layer.node, "group", 1) == 1
+    return is_dense and prod(layer.shape) >= MIN_CONV_WEIGHTS and not has_slow_weight
 
 
 def _fit_axis(spec: QuantSpec, layer: Layer) -> QuantSpec:
