@@ -1,16 +1,19 @@
 """Accuracy passes, each on a model that needs it."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 
 import detent as dt
 import detent.onnx as qo
-from detent.onnx import calibration, equalization, smoothquant
+from detent.onnx import accuracy_passes, calibration, equalization, smoothquant
 from detent.onnx.bias_correction import corrected_biases
-from detent.onnx.decisions import QuantizerPlacement
+from detent.onnx.decisions import Equalized, QuantizerPlacement, Smoothed
 from detent.onnx.float_fallback import NoiseByLayer, choose_float
-from detent.onnx.layer_error import IsolatedLayers
+from detent.onnx.graph_plan import LayerPlan
+from detent.onnx.layer_error import IsolatedLayers, ReferenceOutputs
 from detent.onnx.pipeline import output_sqnr
 from detent.onnx_model import make_session
 
@@ -124,7 +127,7 @@ def test_bias_correction_removes_the_mean_error():
     plan = qo.plan(qo.prepare(model, low_bits=True), dt.Recipe.preset("w4a8"))
     seen = qo.calibrate(plan, feeds)
     params = choose_params(plan, seen)
-    biases = corrected_biases(plan, params, IsolatedLayers(plan, seen.samples))
+    biases = corrected_biases(plan, params, IsolatedLayers(plan, seen.samples), len(seen.samples))
     assert set(biases) == {"first", "second", "last"}
     arrays = {name: each.bias for name, each in biases.items()}
     before, after = (
@@ -155,8 +158,10 @@ def test_float_fallback_keeps_the_noisiest_layers_in_float(tmp_path):
     model, feeds = hurting(), images(4, channels=16)
     plan = qo.plan(qo.prepare(model))
     seen = qo.calibrate(plan, feeds)
-    shares = choose_float(NoiseByLayer(plan, choose_params(plan, seen), seen.samples[:1]), plan)
+    noise = NoiseByLayer(plan, choose_params(plan, seen), seen.samples[:1])
+    shares = choose_float(noise, plan, lambda names: plan.without(names, "noisy"))
     assert next(iter(shares)) in {"spread", "mix"}
+    assert sum(shares.values()) <= 1
     assert shares[next(iter(shares))] >= 0.25
     others = {"progress": False, "bias_correction": False, "equalize": False}
     kept = qo.quantize(model, tmp_path / "a.onnx", feeds, **others)
@@ -164,6 +169,69 @@ def test_float_fallback_keeps_the_noisiest_layers_in_float(tmp_path):
     assert kept.output_sqnr_db > all_in.output_sqnr_db + 3
     assert any("noise" in step for step in kept.steps)
     assert sum(bool(layer.reason) for layer in kept.layers) <= 5
+
+
+def test_float_fallback_searches_again_after_each_layer():
+    noise = Mock(spec=NoiseByLayer, count=1)
+    alone = {"a": 8.0, "b": 1.0, "c": 0.4, "d": 0.1}  # b and c stand out only after a is in float
+    noise.noise_without.side_effect = lambda names=(), *_: sum(alone.values()) - sum(alone[name] for name in names)
+    noise.noise_of.side_effect = noise.noise_without
+    noise.noise.side_effect = lambda names: sum(alone[name] for name in names)
+    noise.worst.side_effect = lambda share, kept: [
+        name for name in alone if alone[name] >= share * noise.noise_without(kept)
+    ]
+    rows = [LayerPlan(name, "Conv", nbytes_before=1) for name in alone]
+    plan = Mock(layers=[*rows, LayerPlan("large", "Conv")], nbytes_before=1000)
+    shares = choose_float(noise, plan, list)
+    assert list(shares) == ["a", "b", "c", "d"]
+    assert sum(shares.values()) == pytest.approx(1)
+    plan.nbytes_before = 25  # a tenth of it holds two layers
+    assert list(choose_float(noise, plan, list)) == ["a", "b"]
+
+
+def test_a_gemm_before_an_activation_keeps_its_integer_kernel():
+    m = Maker()
+    t = m.add(
+        "Relu", [m.add("Gemm", ["x", m.constant(weights(256, 256)), m.constant(weights(256, 1).ravel())], name="a")]
+    )
+    y = m.add("Gemm", [t, m.constant(weights(256, 64))], name="b")
+    model = m.model([("x", ["n", 256])], [y])
+    feeds = [{"x": np.random.default_rng(i).normal(size=(8, 256)).astype(np.float32)} for i in range(4)]
+    for options, kernels in (({}, 2), ({"skip": "b"}, 1)):
+        file = qo.rewrite(model, qo.decide(model, feeds, progress=False, **options))
+        assert operators(file)["QGemm"] == kernels
+        assert not operators(file)["FusedGemm"]
+        assert dt.verify(model, file, feeds[:1]).ok
+
+
+@pytest.mark.parametrize("name", ["equalization", "smoothquant"])
+def test_a_pass_that_raises_the_noise_at_the_outputs_changes_nothing(name, monkeypatch, caplog):
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 16, name="first")])
+    t = m.add("GlobalAveragePool", [m.add("Relu", [m.conv(t, 16, 16, name="second")])])
+    t = m.add("Reshape", [t, m.constant(np.array([-1, 16]))])
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [m.matmul(t, 16, 16, name="head")]), images(6)
+    factors = np.logspace(-3, 0, 16).astype(np.float32)
+    relu = qo.prepare(model).graph.node[1].output[0]
+    harmful = {
+        "equalization": Equalized(relu, "first", ("second",), factors, 1.0, 3.0),
+        "smoothquant": Smoothed(t, ("head",), factors, False, 0.5, 3.0),
+    }
+    monkeypatch.setattr(getattr(accuracy_passes, name), "choose", lambda *_, **__: (harmful[name],))
+    with caplog.at_level("INFO"):
+        decisions = qo.decide(model, feeds, progress=False)
+    used = [*decisions.equalized, *decisions.smoothed]
+    assert not [each for each in used if np.array_equal(each.factors, factors)]
+    assert "changes nothing: it would raise the noise at the outputs" in caplog.text
+    fast = qo.decide(model, feeds, progress=False, effort="fast")  # compares nothing at the outputs
+    assert any(np.array_equal(each.factors, factors) for each in (*fast.equalized, *fast.smoothed))
+
+
+def test_a_blank_sample_does_not_outweigh_others():
+    x = np.ones(100, np.float32)
+    references = ReferenceOutputs(["y"], [[x], [x * 1e-4]])
+    noises = [references.noise(i, [sample + 1e-3]) for i, sample in enumerate((x, x * 1e-4))]
+    assert noises[0][0] == pytest.approx(noises[1][0], rel=1e-3)
 
 
 def test_switches_turn_on_one_layer_at_a_time():

@@ -6,23 +6,27 @@ from onnx_graphs import Maker, conv_chain, images, rows
 
 import detent as dt
 import detent.onnx as qo
-from detent.onnx import pipeline, quantized_graph
+from detent.onnx import accuracy_passes, pipeline, quantized_graph
 from detent.onnx.pass_errors import running
 
 PASSES = {
     "load_model": "loading",
     "to_normal_form": "preparing the model",
     "plan": "planning",
+    "rewrite": "evaluating bias correction",
+    "compare_outputs": "comparing outputs",
+    "save": "writing",
+}
+ACCURACY_PASSES = {
     "calibrate_groups": "calibration",
     "choose_clipped": "choosing ranges",
     "multiplications": "choosing kernels",
+    "choose_samples": "choosing samples",
+    "NoiseByLayer": "measuring noise at the outputs",
     "choose_wide": "choosing weight bits",
     "choose_float": "float fallback",
     "corrected_biases": "bias correction",
     "layer_decisions": "choosing weight scales",
-    "rewrite": "rewriting",
-    "compare_outputs": "comparing outputs",
-    "save": "writing",
 }
 
 
@@ -35,18 +39,25 @@ def as_ours(function):
     return type(function)(function.__code__, {**function.__globals__, "__name__": "detent.made_by_a_test"})
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", [*PASSES, *ACCURACY_PASSES])
 def test_a_bug_names_its_pass(name, monkeypatch, tmp_path):
-    monkeypatch.setattr(pipeline, name, as_ours(broken))
-    with pytest.raises(dt.DetentError, match=f"{PASSES[name]} failed with KeyError: 't1'. This is a bug") as caught:
+    monkeypatch.setattr(pipeline if name in PASSES else accuracy_passes, name, as_ours(broken))
+    title = (PASSES | ACCURACY_PASSES)[name]
+    with pytest.raises(dt.DetentError, match=f"{title} failed with KeyError: 't1'. This is a bug") as caught:
         qo.quantize(conv_chain(), tmp_path / "q.onnx", images(2), progress=False)
     assert isinstance(caught.value.__cause__, KeyError)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_bug_in_the_last_rewrite(monkeypatch, tmp_path):
+    monkeypatch.setattr(pipeline, "rewrite", as_ours(broken))
+    with pytest.raises(dt.DetentError, match="rewriting failed with KeyError"):
+        qo.quantize(conv_chain(), tmp_path / "q.onnx", images(2), progress=False, effort="fast")
+
+
 @pytest.mark.parametrize(("module", "title"), [("equalization", "equalization"), ("smoothquant", "SmoothQuant")])
 def test_a_bug_in_channel_factors(module, title, monkeypatch, tmp_path):
-    monkeypatch.setattr(getattr(pipeline, module), "choose", as_ours(broken))
+    monkeypatch.setattr(getattr(accuracy_passes, module), "choose", as_ours(broken))
     with pytest.raises(dt.DetentError, match=f"{title} failed with KeyError"):
         qo.decide(conv_chain(), images(2), progress=False)
 
@@ -64,7 +75,7 @@ def test_errors_of_numpy_are_bugs_of_the_pass(tmp_path, monkeypatch):
     def add_shapes(*_, **__):
         return np.concatenate([np.zeros((2, 2)), np.zeros(3)])
 
-    monkeypatch.setattr(pipeline, "choose_float", as_ours(add_shapes))
+    monkeypatch.setattr(accuracy_passes, "choose_float", as_ours(add_shapes))
     with pytest.raises(dt.DetentError, match="float fallback failed with ValueError"):
         qo.quantize(conv_chain(), tmp_path / "q.onnx", images(2), progress=False)
 

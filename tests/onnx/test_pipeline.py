@@ -10,7 +10,7 @@ from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 import detent as dt
 import detent.onnx as qo
 from detent.errors import FileFormatError, SpecError
-from detent.onnx import pipeline
+from detent.onnx import accuracy_passes
 from detent.onnx_model import TARGETS, Graph, Provenance, load_model, make_session, save
 
 FEEDS = images(6)
@@ -311,7 +311,7 @@ def test_a_missing_directory_is_noticed_first(tmp_path):
 
 
 def test_a_resume_file_and_several_passes_are_rejected_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "_equalize_and_smooth", lambda *_: pytest.fail("accuracy passes ran first"))
+    monkeypatch.setattr(accuracy_passes, "_equalize_and_smooth", lambda *_: pytest.fail("accuracy passes ran first"))
     with pytest.raises(SpecError, match="resume_file works with one pass"):
         qo.quantize(
             conv_chain(), tmp_path / "a.onnx", images(1), memory_budget=1, resume_file=tmp_path / "c", progress=False

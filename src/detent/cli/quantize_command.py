@@ -105,6 +105,15 @@ def run(
             rich_help_panel=ACCURACY,
         ),
     ] = "balanced",
+    effort: Annotated[
+        str,
+        typer.Option(
+            "--effort",
+            metavar="NAME",
+            help="fast, balanced or best: how much to measure before choosing.",
+            rich_help_panel=ACCURACY,
+        ),
+    ] = "balanced",
     observer: Annotated[
         str | None,
         typer.Option(
@@ -180,6 +189,7 @@ def run(
         "recipe": recipe,
         "target": target,
         "prefer": prefer,
+        "effort": effort,
         "observer": observer,
         "skip": list(skip or ()),
         "keep_float": "none" if no_keep_float else "auto",

@@ -32,7 +32,7 @@ from detent.errors import DetentError, SpecError, UnsupportedError
 __all__ = ["MARGIN", "SLACK_BYTES", "DryRun", "dry_run"]
 
 MARGIN, SLACK_BYTES = 1.4, 4 << 20  # factor and constant in the formula for memory, see the module docstring
-MAX_BATCHES = 8  # qo.quantize uses further batches only for ranges
+MAX_BATCHES = 32  # qo.quantize uses further samples only for ranges
 MAX_ERROR_CHARS = 500  # a message quotes at most this much of the other process's stderr
 _STATUS = Path("/proc/self/status")
 _CODE = "from detent.evaluate.dry_run_estimate import _worker_main; _worker_main()"

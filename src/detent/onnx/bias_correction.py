@@ -30,11 +30,12 @@ class CorrectedBias(NamedTuple):
 
 
 def corrected_biases(
-    plan: GraphPlan, params: Mapping[str, QuantParams], isolated: IsolatedLayers
+    plan: GraphPlan, params: Mapping[str, QuantParams], isolated: IsolatedLayers, samples: int
 ) -> dict[str, CorrectedBias]:
     """Return the corrected biases of the plan's Conv and Gemm layers, by layer name.
 
-    ``params`` holds the parameters of quantized tensors, by tensor name.
+    ``params`` holds the parameters of quantized tensors, by tensor name. The mean errors are those of the first
+    ``samples``.
     """
     lines = {line.name: line for line in plan.quantized if line.type in CHANNEL_AXES}
     if not lines:
@@ -44,7 +45,7 @@ def corrected_biases(
     rounded = {name: fake_quantize(weights[name], plan.weight_params(line)) for name, line in lines.items()}
     shifts: dict[str, Array] = {}
     ranges: dict[str, tuple[float, float]] = {}
-    for sample in range(isolated.count):
+    for sample in range(samples):
         inputs = isolated.inputs(sample)
         for name in lines:
             x, incoming = inputs[name], params.get(layers[name].data)
@@ -55,7 +56,7 @@ def corrected_biases(
             error = isolated.run(name, x, weights[name]) - isolated.run(name, quantized, rounded[name])
             axis = CHANNEL_AXES[lines[name].type] % error.ndim
             mean = error.mean(axis=tuple(i for i in range(error.ndim) if i != axis), dtype=np.float64)
-            shifts[name] = shifts.get(name, 0.0) + mean / isolated.count
+            shifts[name] = shifts.get(name, 0.0) + mean / samples
     biases = {}
     for name, shift in shifts.items():
         bias = layers[name].bias

@@ -28,9 +28,10 @@ from detent.errors import NotCalibratedError, SpecError
 from detent.observers import MinMax, Observer
 from detent.onnx.decisions import QuantizerPlacement, RangeDecision, scaled
 from detent.onnx.graph_plan import GraphPlan
-from detent.onnx.layer_error import IsolatedLayers, noise
+from detent.onnx.layer_error import IsolatedLayers, noise, power
 from detent.onnx.quality_warnings import DataSummary
-from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches, samples_in
+from detent.onnx.samples import SampleChooser
+from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
 from detent.onnx_model.graph import Graph, reads
 from detent.onnx_model.sessions import record, tensor_nbytes
 from detent.ops import fake_quantize
@@ -46,7 +47,6 @@ __all__ = [
     "check_passes",
     "choose_clipped",
     "choose_params",
-    "first_batches",
     "observed_tensors",
     "range_decisions",
     "tensor_groups",
@@ -56,7 +56,6 @@ Array = NDArray[Any]
 FLOAT_FAILS = "the float model itself computes NaN, so fix the model, or remove this batch"
 Feed = dict[str, Array]
 Progress = bool | Callable[[int, int | None], object]
-MAX_SAMPLES, MAX_SAMPLE_BYTES = 32, 64 << 20  # limits on the samples kept for accuracy passes
 MAX_REMAINING_NOISE = 0.98  # clipping must remove at least 2 % of the noise
 
 
@@ -66,7 +65,7 @@ class Calibration:
 
     Attributes:
         observers: observers by tensor name.
-        samples: the first batches, for accuracy passes that run the model again.
+        samples: samples of the data, for accuracy passes that run the model again (see ``detent.onnx.samples``).
         batches: number of calibration batches.
         fingerprint: SHA-256 of all batches.
         scaled: for each tensor that is a constant times another tensor, (other tensor, constant); such tensors are not
@@ -155,11 +154,15 @@ def calibrate_groups(
     observer: ObserverLike | None,
     progress: Progress,
     resume_file: str | PathLike[str] | None,
+    samples: tuple[Feed, ...] | None = None,
 ) -> Calibration:
-    """Observe tensors with one pass over the data per group; ``groups`` None observes all tensors in one pass."""
+    """Observe tensors with one pass over the data per group; ``groups`` None observes all tensors in one pass.
+
+    ``samples`` are the result of ``choose_samples``; None chooses them in the first pass.
+    """
     placements = plan.placements()
     observers = _observers(plan, placements, observer)
-    sampled = _SampledBatches(batches)
+    sampled = _SampledBatches(batches, None if samples else SampleChooser(plan.model, batches.inputs))
     groups = [list(observers)] if groups is None else groups
     check_passes(groups, resume_file)
     for number, names in enumerate(groups):
@@ -173,7 +176,8 @@ def calibrate_groups(
         raise NotCalibratedError("calibration got no batches: pass at least one")
     group_of = {each.tensor: each.group for each in placements}
     scaled = {each.tensor: (group_of[each.source_tensor], each.factor) for each in placements if each.source_tensor}
-    return Calibration(observers, tuple(sampled.samples), sampled.count, batches.fingerprint(), scaled, sampled.summary)
+    chosen = samples or sampled.samples
+    return Calibration(observers, chosen, sampled.count, batches.fingerprint(), scaled, sampled.summary)
 
 
 def check_passes(groups: Sequence[Sequence[str]], resume_file: str | PathLike[str] | None) -> None:
@@ -199,31 +203,22 @@ def _observers(
 
 
 class _SampledBatches:
-    """Iterates over all batches, and keeps the first ones as samples."""
+    """Iterates over all batches, counts them, and chooses samples unless ``chooser`` is None."""
 
-    def __init__(self, batches: Batches) -> None:
-        self.batches, self.samples, self.count, self.summary = batches, list[Feed](), 0, DataSummary()
+    def __init__(self, batches: Batches, chooser: SampleChooser | None) -> None:
+        self.batches, self.chooser, self.count, self.summary = batches, chooser, 0, DataSummary()
+
+    @property
+    def samples(self) -> tuple[Feed, ...]:
+        return () if self.chooser is None else self.chooser.samples
 
     def __iter__(self) -> Iterator[Feed]:
-        size = samples = 0
         for feed in self.batches.hashed():
             self.count += 1
             self.summary.add(feed)
-            size += sum(array.nbytes for array in feed.values())
-            if not self.samples or (samples < MAX_SAMPLES and size <= MAX_SAMPLE_BYTES):
-                self.samples.append(dict(feed))
-                samples += samples_in(feed)
+            if self.chooser is not None:
+                self.chooser.add(feed)
             yield feed
-
-
-def first_batches(batches: Sequence[Feed], count: int) -> Sequence[Feed]:
-    """Return the first batches that together hold at least ``count`` samples; all batches if they hold fewer."""
-    total = 0
-    for number, feed in enumerate(batches):
-        total += samples_in(feed)
-        if total >= count:
-            return batches[: number + 1]
-    return batches
 
 
 class _Stream:
@@ -360,8 +355,12 @@ def choose_clipped(
     calibration: Calibration,
     placements: Sequence[QuantizerPlacement],
     isolated: IsolatedLayers,
+    max_noise: float = MAX_REMAINING_NOISE,
 ) -> set[str]:
-    """Choose the groups that get the clipping range of their observer instead of the min-max range."""
+    """Choose the groups that get the clipping range of their observer instead of the min-max range.
+
+    ``max_noise`` limits the noise at the layers that read a group, relative to the noise with the min-max range.
+    """
     layers = plan.layers_by_name
     leaving = _reaching_output(plan.graph, [layers[line.name].node.output[0] for line in plan.quantized])
     group_of = {each.tensor: each.group for each in placements if not each.source_tensor}
@@ -379,7 +378,7 @@ def choose_clipped(
     ]
     unread = {each.group for each in clippable if not readers[each.tensor]}
     compared = [each for each in clippable if readers[each.tensor]]
-    return unread | _better_clipped(plan, calibration, compared, readers, isolated)
+    return unread | _better_clipped(plan, calibration, compared, readers, isolated, max_noise)
 
 
 def _better_clipped(
@@ -388,25 +387,30 @@ def _better_clipped(
     placements: list[QuantizerPlacement],
     readers: dict[str, list[str]],
     isolated: IsolatedLayers,
+    max_noise: float,
 ) -> set[str]:
     """Choose the groups whose readers have a smaller output error with the clipping range."""
     candidates = {
         each.tensor: [activation_params(each, calibration, clipped=clipped) for clipped in (False, True)]
         for each in placements
     }
-    errors = {tensor: [0.0, 0.0] for tensor in candidates}
     names = {name for tensor in candidates for name in readers[tensor]}
     weights = {name: plan.graph.array(plan.layers_by_name[name].weight) for name in names}
+    powers: dict[str, float] = defaultdict(float)  # of layer outputs
+    noises: dict[tuple[str, str], Array] = defaultdict(lambda: np.zeros(2))  # with min-max and clipped ranges
     for sample in range(isolated.count if candidates else 0):
         inputs = isolated.inputs(sample)
         for tensor, params in candidates.items():
             for name in readers[tensor]:
                 x, weight = inputs[name], weights[name]
                 reference = isolated.run(name, x, weight)
-                power = max(noise(reference, np.zeros_like(reference)), 1e-30)
-                for i, each in enumerate(params):
-                    errors[tensor][i] += noise(reference, isolated.run(name, fake_quantize(x, each), weight)) / power
-    return {tensor for tensor, (full, clipped) in errors.items() if clipped < MAX_REMAINING_NOISE * full}
+                powers[name] += power(reference)
+                both = [noise(reference, isolated.run(name, fake_quantize(x, each), weight)) for each in params]
+                noises[tensor, name] += both
+    errors = {tensor: np.zeros(2) for tensor in candidates}
+    for (tensor, name), each_range in noises.items():
+        errors[tensor] += each_range / max(powers[name], 1e-30)
+    return {tensor for tensor, (full, clipped) in errors.items() if clipped < max_noise * full}
 
 
 def _reaching_output(graph: Graph, layer_results: Iterable[str]) -> set[str]:

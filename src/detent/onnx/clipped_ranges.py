@@ -1,9 +1,13 @@
-"""Clipped ranges: those that increase the noise at the outputs of the model become min-max ranges.
+"""Clipped ranges: they are kept only if they lower the noise at the outputs of the model by 3 dB or more.
 
 ``choose_clipped`` compares both ranges at the layers that read a tensor. That can be wrong: large values may matter
 more in later layers, and some tensors are read by no layer. So the noise at the outputs decides. First all tensors are
 switched to their min-max range together, then each half of them, each quarter, and so on. A switch is kept if the noise
 drops.
+
+At the end, all tensors get their min-max range if clipping gains little. New data may have larger values than the
+calibration data, and clipped ranges cut them off. On 22 networks with 32 samples for calibration, clipping that gained
+less than 3 dB on these samples lost up to 3 dB on others.
 """
 
 from collections.abc import Collection, Iterable
@@ -16,6 +20,7 @@ from detent.params import QuantParams
 __all__ = ["unclip"]
 
 MAX_MEASUREMENTS = 16  # limit on the measurements of the noise at the outputs
+MAX_CLIPPED_NOISE = 0.5  # with clipped ranges, relative to min-max ranges (3 dB)
 
 
 def unclip(
@@ -31,9 +36,13 @@ def unclip(
             full = activation_params(each, calibration, clipped=False)
             if full != activation_params(each, calibration, clipped=True):
                 ranges[each.group] = full
+    if not ranges:
+        return {}
     chosen: set[str] = set()
-    pending = [list(ranges)] if ranges else []
-    remaining = noise.noise_with({}) if ranges else 0.0
+    pending = [list(ranges)]
+    remaining, unclipped = noise.noise_with({}), noise.noise_with({}, ranges)
+    if remaining > unclipped:
+        return ranges
     for _ in range(MAX_MEASUREMENTS):
         if not pending or not remaining:
             break
@@ -45,4 +54,6 @@ def unclip(
         if len(groups) > 1:
             half = len(groups) // 2
             pending += [groups[:half], groups[half:]]
+    if remaining > MAX_CLIPPED_NOISE * unclipped:
+        return ranges
     return {group: ranges[group] for group in ranges if group in chosen}

@@ -25,7 +25,7 @@ from detent.errors import SpecError
 from detent.granularity import PerAxis
 from detent.onnx.decisions import Equalized
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, weight_params
-from detent.onnx.layer_error import Probe, gain_db, noise, part_of
+from detent.onnx.layer_error import Probe, gain_db, mean_power, noise, part_of
 from detent.onnx_model.graph import Graph, attribute_of
 from detent.onnx_model.layers import Layer
 from detent.onnx_model.sessions import record
@@ -40,7 +40,6 @@ Feed = dict[str, Array]
 STRENGTHS = (0.25, 0.5, 0.75, 1.0)
 MAX_FACTOR_RATIO = 1e3  # limit on the ratio of the largest to the smallest factor of a tensor
 MAX_REMAINING_NOISE = 0.9  # equalization must remove at least 10 % of the noise
-MAX_SAMPLES = 2  # batches on which strengths are compared
 MIN_CHANNEL_VALUES = 256  # with fewer values per channel, the channel maximum is unreliable
 HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")  # f(s * x) = s * f(x) for s > 0
 
@@ -61,7 +60,7 @@ def choose(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[Equalized, ...]:
     between = [each for each in _between(graph) if all(graph.node_name(reader) in lines for reader in each.readers)]
     if not between or not samples:
         return ()
-    channels = _observed_channels(plan, between, samples[:MAX_SAMPLES])
+    channels = _observed_channels(plan, between, samples)
     weights = {graph.node_name(node): graph.array(node.input[1]) for each in between for node in _nodes(each)}
     chosen = []
     for each in between:
@@ -152,18 +151,27 @@ def _result(graph: Graph, node: NodeProto) -> str:
 
 
 class _Channels:
-    """Per-channel ranges of a tensor over all samples, and the parts of it on which output errors are measured."""
+    """Per-channel ranges of a tensor in each half of the samples, and parts of it on which errors are measured."""
 
     def __init__(self) -> None:
-        self.lo, self.hi = np.float32(0), np.float32(0)
+        self.lo, self.hi = np.zeros((2, 1), np.float32), np.zeros((2, 1), np.float32)  # one row per half
         self.count = 0  # values per channel
-        self.parts: list[list[Array]] = []
+        self.parts: list[list[Array]] = []  # by sample, then by reader
 
-    def observe(self, x: Array, readers: list[Layer]) -> None:
-        axes = tuple(axis for axis in range(x.ndim) if axis != 1)
-        self.lo, self.hi = np.minimum(self.lo, x.min(axis=axes)), np.maximum(self.hi, x.max(axis=axes))
+    def observe(self, x: Array, readers: list[Layer], samples: int) -> None:
+        half, axes = len(self.parts) % 2, tuple(axis for axis in range(x.ndim) if axis != 1)
+        if not self.parts:
+            self.lo, self.hi = np.zeros((2, x.shape[1]), np.float32), np.zeros((2, x.shape[1]), np.float32)
+        self.lo[half] = np.minimum(self.lo[half], x.min(axis=axes))
+        self.hi[half] = np.maximum(self.hi[half], x.max(axis=axes))
         self.count += x.size // x.shape[1]
-        self.parts.append([part_of(layer, x) for layer in readers])
+        self.parts.append([part_of(layer, x, samples) for layer in readers])
+
+    def largest(self, half: int | None = None) -> Array:
+        """Return the largest magnitude of each channel, in one half of the samples or in all."""
+        by_half = np.maximum(-self.lo, self.hi).astype(np.float64)
+        result: Array = by_half.max(axis=0) if half is None else by_half[half]
+        return result
 
 
 def _observed_channels(plan: GraphPlan, between: list[_Between], samples: Sequence[Feed]) -> dict[str, _Channels]:
@@ -172,15 +180,18 @@ def _observed_channels(plan: GraphPlan, between: list[_Between], samples: Sequen
         for each in between:
             if tensors[each.tensor].size:
                 layers = [plan.layers_by_name[plan.graph.node_name(node)] for node in each.readers]
-                channels[each.tensor].observe(tensors[each.tensor], layers)
+                channels[each.tensor].observe(tensors[each.tensor], layers, len(samples))
     return channels
 
 
 def _best_strength(
     plan: GraphPlan, readers: Sequence[LayerPlan], channels: _Channels, weights: list[Array]
 ) -> tuple[float, Array, float] | None:
-    """Return the best strength, its factors, and the fraction of noise that remains; None if the gain is too small."""
-    largest = np.maximum(-channels.lo, channels.hi).astype(np.float64)
+    """Return the best strength, its factors, and the fraction of noise that remains; None if the gain is too small.
+
+    The factors of each half of the samples are evaluated on the other half.
+    """
+    largest = channels.largest()
     if not (largest > 0).any():
         return None
     layers = [plan.layers_by_name[line.name] for line in readers]
@@ -188,33 +199,38 @@ def _best_strength(
     data = list(zip(*channels.parts, strict=True))  # indexed by reader, then by sample
     runs = zip(probes, weights, data, strict=True)
     references = [[probe.run(x, weight) for x in parts] for probe, weight, parts in runs]
+    powers = [mean_power(outputs) for outputs in references]
     shape = [1, -1, *(1,) * (data[0][0].ndim - 2)]
 
-    def error(factors: Array) -> float:
+    def error(factors: Array, samples: Sequence[int]) -> float:
         total = 0.0
         lo, hi = float((channels.lo / factors).min()), float((channels.hi / factors).max())
-        rows = zip(readers, layers, probes, weights, data, references, strict=True)
-        for line, layer, probe, weight, parts, expected in rows:
+        rows = zip(readers, layers, probes, weights, data, references, powers, strict=True)
+        for line, layer, probe, weight, parts, expected, power in rows:
             if line.weight is None or line.input is None:
                 continue
             params = QuantParams.from_range(line.input, lo, hi, dtype="float32")
             scaled_weight = _columns(layer.node, weight, factors)
             rounded = fake_quantize(scaled_weight, weight_params(scaled_weight, line.weight))
-            for x, reference in zip(parts, expected, strict=True):
-                scaled = (x / factors.reshape(shape)).astype(np.float32)
-                total += noise(reference, probe.run(fake_quantize(scaled, params), rounded))
+            for i in samples:
+                scaled = (parts[i] / factors.reshape(shape)).astype(np.float32)
+                total += noise(expected[i], probe.run(fake_quantize(scaled, params), rounded)) / power
         return total
 
-    baseline = error(np.ones(len(largest)))
+    every = range(len(channels.parts))
+    baseline = error(np.ones(len(largest)), every)
     if baseline == 0:  # for example, all weights are zero
         return None
     best: tuple[float, Array, float] | None = None
     is_lossless = all(layer.depthwise and _is_per_channel(line) for layer, line in zip(layers, readers, strict=True))
     for strength in STRENGTHS[-1:] if is_lossless else STRENGTHS:
-        factors = _factors(largest, strength)
-        ratio = error(factors) / baseline
+        if len(every) > 1:
+            unseen = [error(_factors(channels.largest(1 - half), strength), every[half::2]) for half in (0, 1)]
+        else:
+            unseen = [error(_factors(largest, strength), every)]
+        ratio = sum(unseen) / baseline
         if best is None or ratio < best[2]:
-            best = strength, factors, ratio
+            best = strength, _factors(largest, strength), ratio
     return best if best is not None and best[2] < MAX_REMAINING_NOISE else None
 
 

@@ -2,9 +2,9 @@
 
 Three choices depend on the data, and are made here:
 
-- **Last layers.** ONNX Runtime runs a Conv on an integer kernel only if its output is quantized. A Conv that no
-  quantized layer follows would run in float, and dequantize its weight in every run. If it is small, it is kept in
-  float. Otherwise its output is quantized too.
+- **Last layers.** ONNX Runtime runs a Conv on an integer kernel only if its output is quantized. The same holds for a
+  Gemm before an activation, such as Relu. A layer of this kind that no quantized layer follows would run in float, and
+  dequantize its weight in every run. If it is small, it is kept in float. Otherwise its output is quantized too.
 - **Weights of float layers.** ONNX Runtime has no integer kernel for ConvTranspose. Its weight is stored as codes for
   the size of the file, and dequantized in every run. If that would take too much time, the weight is kept in float.
 - **Bits of weights.** Kernels that are fast on every CPU need weights of 7 bits (see ``targets``). Kernels for 8 bits
@@ -12,7 +12,7 @@ Three choices depend on the data, and are made here:
   most. Together, these layers do a small part of the multiplications.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ Array = NDArray[Any]
 Feed = Mapping[str, Array]
 
 FLOAT_REASON = "last layer: an integer kernel would need a quantized output"
+MERGED_ACTIVATIONS = ("Relu", "LeakyRelu", "Sigmoid", "HardSigmoid", "Tanh", "Elu", "Selu", "Softplus", "Softsign")
 MAX_FLOAT_WORK = 0.05  # a last layer with a larger share of the multiplications is not kept in float
 MAX_FLOAT_BYTES = 0.02  # bytes that last layers in float may add, relative to all quantized weights
 SLOW_REASON = "ONNX Runtime would dequantize its weight in every run, which takes too long"
@@ -62,17 +63,20 @@ class LastLayers(NamedTuple):
     quantized: tuple[str, ...] = ()
 
 
-def choose_last_layers(plan: GraphPlan, work: Mapping[str, float], prefer: Preference) -> LastLayers:
-    """Choose what to do with each Conv that no quantized layer follows.
+def choose_last_layers(
+    plan: GraphPlan, work: Mapping[str, float], prefer: Preference, tensors: Collection[str] | None = None
+) -> LastLayers:
+    """Choose what to do with each Conv that no quantized layer follows, and with each such Gemm before an activation.
 
-    ``work`` is the result of ``multiplications``. The result is empty for OpenVINO, and if ``prefer`` is "accuracy".
+    ``work`` is the result of ``multiplications``. ``tensors`` are those that can be quantized; None for all. The result
+    is empty for OpenVINO, and if ``prefer`` is "accuracy".
     """
     if plan.target.runtime != "onnxruntime" or prefer == "accuracy":
         return LastLayers()
     total, allowed = sum(work.values()), MAX_FLOAT_BYTES * plan.nbytes_after
     in_float: list[str] = []
     quantized: list[str] = []
-    while last := _last_layers(plan):
+    while last := [line for line in _last_layers(plan, tensors) if line.name not in quantized]:
         small = []
         for line in sorted(last, key=lambda line: line.nbytes_before):
             added = line.nbytes_before - line.nbytes_after
@@ -87,11 +91,27 @@ def choose_last_layers(plan: GraphPlan, work: Mapping[str, float], prefer: Prefe
     return LastLayers(tuple(in_float), tuple(quantized))
 
 
-def _last_layers(plan: GraphPlan) -> list[LayerPlan]:
-    """Return the quantized convolutions whose output has no quantizer but could get one."""
-    placed = {each.tensor for each in plan.placements()}
-    lines = [line for line in plan.quantized if line.type == "Conv" and line.input is not None]
-    return [line for line in lines if not _results(plan, line) & (placed | plan.graph.captured)]
+def _last_layers(plan: GraphPlan, tensors: Collection[str] | None) -> list[LayerPlan]:
+    """Return the layers that need a quantized output for an integer kernel, but have a float output."""
+    placed = {each.tensor for each in plan.placements()} | plan.graph.captured
+    lines = [line for line in plan.quantized if line.input is not None and _needs_quantized_output(plan, line)]
+    results = {line.name: _results(plan, line) for line in lines}
+    return [
+        line
+        for line in lines
+        if not results[line.name] & placed and (tensors is None or results[line.name] & set(tensors))
+    ]
+
+
+def _needs_quantized_output(plan: GraphPlan, line: LayerPlan) -> bool:
+    """Whether ONNX Runtime runs a layer in float if its output is float.
+
+    This holds for a Conv, and for a Gemm before an activation, because ONNX Runtime first merges these two.
+    """
+    readers = plan.graph.consumers(plan.layers_by_name[line.name].node.output[0])
+    return line.type == "Conv" or (
+        line.type == "Gemm" and len(readers) == 1 and readers[0].op_type in MERGED_ACTIVATIONS
+    )
 
 
 def _results(plan: GraphPlan, line: LayerPlan) -> set[str]:

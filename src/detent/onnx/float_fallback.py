@@ -1,10 +1,11 @@
 """Float fallback: keeps a few layers in float if each of them alone causes much of the noise at the outputs.
 
-A layer is kept in float if all of these conditions hold:
+Layers are chosen one by one. After each layer, the others are compared with the noise that remains. A layer is kept in
+float if all of these conditions hold:
 
-- Quantizing only this layer causes at least a quarter of the noise of the fully quantized model.
-- The layer holds less than a tenth of the model's weight bytes.
-- Keeping the layer in float removes at least a tenth of the noise.
+- Quantizing only this layer causes at least a quarter of the remaining noise.
+- All layers kept in float hold at most a tenth of the model's weight bytes.
+- Keeping the layer in float removes at least a tenth of the remaining noise.
 
 The last condition matters if the noise is as large as the signal, because the errors of several layers may then cancel.
 With less noise, the noise of a group of layers is about the sum of the layers' noise. So groups of layers are measured
@@ -12,7 +13,7 @@ first, and only noisy groups are split further.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from detent.onnx.graph_plan import GraphPlan, LayerPlan
-from detent.onnx.layer_error import Switch, SwitchableModel, noise
+from detent.onnx.layer_error import ReferenceOutputs, Switch, SwitchableModel
 from detent.onnx_model.sessions import array_outputs
 from detent.ops import fake_quantize
 from detent.params import QuantParams
@@ -31,36 +32,46 @@ __all__ = ["NoiseByLayer", "choose_float", "search_by_halves"]
 
 _log = logging.getLogger(__name__)
 
-MIN_NOISE_SHARE = 0.25  # share of the total noise; with less, float weights cost too many bytes for their gain
-MAX_WEIGHT_SHARE = 0.1  # share of the model's weight bytes; larger layers would undo the compression
-MAX_LAYERS = 5  # limit on the layers kept in float
-NEGLIGIBLE_NOISE = 1e-4  # noise relative to the power of an output; below it, no layer is kept in float
+MIN_NOISE_SHARE = 0.25  # share of the remaining noise; with less, float weights cost too many bytes for their gain
+MAX_WEIGHT_SHARE = 0.1  # share of the model's weight bytes; more would undo the compression
+MAX_LAYERS = 8  # limit on the layers kept in float
+NEGLIGIBLE_NOISE = 1e-3  # noise relative to the power of an output (30 dB); below it, no layer is kept in float
 MAX_REMAINING_NOISE = 0.9  # float fallback must remove at least 10 % of the noise
-SEARCH_SAMPLES = 1  # batches for the search; candidates are then measured on all samples
+SEARCH_SAMPLES = 2  # samples for the search; candidates are then measured on all samples
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
 
 
-def choose_float(layers: "NoiseByLayer", plan: GraphPlan) -> dict[str, float]:
-    """Choose at most 5 layers to keep in float; returns each layer's share of the noise, by layer name.
+def choose_float(
+    noise: "NoiseByLayer", plan: GraphPlan, replan: Callable[[Sequence[str]], GraphPlan]
+) -> dict[str, float]:
+    """Choose at most 8 layers to keep in float; the result maps their names to the share of the noise each removes.
 
-    The module docstring lists the conditions.
+    The module docstring lists the conditions. The shares add up to at most 1. ``replan`` returns the plan with some
+    layers in float. It may change what precedes them, too, for example to keep their inputs quantized.
     """
-    total = layers.noise_without()
-    if not np.isfinite(total) or total <= NEGLIGIBLE_NOISE * layers.count:
+    total = remaining = noise.noise_without()
+    if not np.isfinite(total) or total <= NEGLIGIBLE_NOISE * noise.count:
         return {}
     sizes = {line.name: line.nbytes_before for line in plan.layers}
-    limit = MAX_WEIGHT_SHARE * plan.nbytes_before
-    worst = [name for name in layers.worst(MIN_NOISE_SHARE) if sizes[name] < limit]
-    shares = {name: layers.noise([name]) / total for name in worst}
-    shares = {name: share for name, share in shares.items() if share >= MIN_NOISE_SHARE}  # now measured on all samples
-    ranked = sorted(shares, key=lambda name: -shares[name] / sizes[name])
-    kept, remaining = dict[str, float](), total
-    for name in ranked[:MAX_LAYERS]:
-        without = layers.noise_without([*kept, name])
+    spare = MAX_WEIGHT_SHARE * plan.nbytes_before
+    kept: dict[str, float] = {}
+    rejected: set[str] = set()
+    while len(kept) < MAX_LAYERS:
+        excluded = rejected | set(kept)
+        worst = [name for name in noise.worst(MIN_NOISE_SHARE, kept) if name not in excluded and sizes[name] < spare]
+        alone = {name: noise.noise([name]) for name in worst}  # now measured on all samples
+        alone = {name: each for name, each in alone.items() if each >= MIN_NOISE_SHARE * remaining}
+        if not alone:
+            break
+        name = max(alone, key=lambda name: alone[name] / sizes[name])
+        without = noise.noise_of(replan([*kept, name]))
         if without < MAX_REMAINING_NOISE * remaining:
-            kept[name], remaining = shares[name], without
+            kept[name] = (remaining - without) / total
+            remaining, spare = without, spare - sizes[name]
+        else:
+            rejected.add(name)
     return kept
 
 
@@ -83,29 +94,19 @@ class NoiseByLayer:
         by_layer = {name: [name] for name in self._weights}
         self._model = SwitchableModel(plan.model, by_layer, switches, plan.target)
         self._outputs = [each for each in array_outputs(plan.model) if plan.graph.kind(each) in {0, TensorProto.FLOAT}]
-        self._references = [self._run(feed, frozenset()) for feed in samples]
+        self._references = ReferenceOutputs(self._outputs, [self._run(feed, frozenset()) for feed in samples])
         self._all = frozenset((*self.layers, *params))
-        self._compared: list[list[int]] = []  # positions of outputs, by sample
         for i, feed in enumerate(samples):
             outputs = self._run(feed, self._all)
-            self._compared.append(self._comparable(i, outputs))
-            self._ratios[self._all, i] = list(self._ratios_to(i, outputs))
+            self._references.leave_out(i, outputs)
+            self._ratios[self._all, i] = self._references.noise(i, outputs)
         if self._outputs and not self.count:
             _log.info("noise at the outputs not measured: the shapes of all outputs depend on the data")
 
     @property
     def count(self) -> int:
         """Number of compared outputs, summed over the samples."""
-        return sum(map(len, self._compared))
-
-    def _comparable(self, sample: int, quantized: Sequence[Array]) -> list[int]:
-        """Return the positions of outputs that have elements and keep their shape when all layers are quantized."""
-        pairs = zip(self._references[sample], quantized, strict=True)
-        same = [old.shape == new.shape and old.size > 0 and old.dtype == np.float32 for old, new in pairs]
-        for name, is_same in zip(self._outputs, same, strict=True):
-            if not is_same:
-                _log.info("sample %d: noise at output %r not measured: its shape depends on the data", sample, name)
-        return [i for i, is_same in enumerate(same) if is_same]
+        return self._references.count
 
     def set_weights(self, plan: GraphPlan) -> None:
         """Use the weight specs of ``plan``, which must otherwise equal the plan that was passed on creation."""
@@ -120,7 +121,8 @@ class NoiseByLayer:
         """Replace the parameters of some tensors in all further measurements."""
         for tensor, each in params.items():
             self._model.set_params(_flag(tensor), each)
-        self._ratios.clear()
+        if params:
+            self._ratios.clear()
 
     def can_replace(self, tensor: str) -> bool:
         """Whether ``noise_with`` can replace the parameters of a tensor."""
@@ -141,7 +143,7 @@ class NoiseByLayer:
         return sum(
             ratio
             for i, feed in enumerate(self._samples)
-            for ratio in self._ratios_to(i, self._model.run(self._outputs, feed, weights, flags, replaced))
+            for ratio in self._references.noise(i, self._model.run(self._outputs, feed, weights, flags, replaced))
         )
 
     def noise(self, layers: Iterable[str], samples: int | None = None) -> float:
@@ -152,9 +154,18 @@ class NoiseByLayer:
         """Measure the noise with all layers quantized except these."""
         return self._noise(self._all - self._parts(layers), samples)
 
-    def worst(self, share: float) -> dict[str, float]:
-        """Return the noise share of each layer that causes at least ``share`` of the noise on the first sample."""
-        total = max(self.noise_without(samples=SEARCH_SAMPLES), 1e-30)
+    def noise_of(self, plan: GraphPlan) -> float:
+        """Measure the noise with the quantized layers and the Q/DQ pairs of another plan for the same model."""
+        placed = {each.group for each in plan.placements()}
+        quantized = {line.name for line in plan.quantized}
+        return self._noise(self._all & (quantized | placed), None)
+
+    def worst(self, share: float, kept: Iterable[str] = ()) -> dict[str, float]:
+        """Return the layers that alone cause at least ``share`` of the noise on the first samples, with their shares.
+
+        Shares are relative to the noise with the layers in ``kept`` in float.
+        """
+        total = max(self.noise_without(kept, SEARCH_SAMPLES), 1e-30)
         return search_by_halves(self.layers, lambda names: self.noise(names, SEARCH_SAMPLES) / total, share)
 
     def _parts(self, layers: Iterable[str]) -> frozenset[str]:
@@ -166,24 +177,10 @@ class NoiseByLayer:
         total = 0.0
         for i in range(len(self._samples))[:samples]:
             if (parts, i) not in self._ratios:
-                self._ratios[parts, i] = list(self._sample_noise(parts, i))
+                self._ratios[parts, i] = self._references.noise(i, self._run(self._samples[i], parts))
             for ratio in self._ratios[parts, i]:
                 total += ratio
         return total
-
-    def _sample_noise(self, parts: frozenset[str], sample: int) -> Iterator[float]:
-        """Yield the noise at each float output, relative to its power."""
-        return self._ratios_to(sample, self._run(self._samples[sample], parts))
-
-    def _ratios_to(self, sample: int, outputs: Sequence[Array]) -> Iterator[float]:
-        """Yield the noise of each compared output of a sample, relative to its power.
-
-        The shape may still differ if only some layers are quantized. Then the result is 1.
-        """
-        for i in self._compared[sample]:
-            old, new = self._references[sample][i], outputs[i]
-            same = old.shape == new.shape
-            yield noise(old, new) / max(noise(old, np.zeros_like(old)), 1e-30) if same else 1.0
 
     def _run(self, feed: Feed, parts: frozenset[str]) -> list[Array]:
         weights = {name: self._rounded_weight(name, line) for name, line in self._weights.items() if name in parts}

@@ -8,6 +8,7 @@ A ``SwitchableModel`` measures how the quantization of layers changes the output
 which each layer can be quantized or kept in float. Float fallback and ``detent.sensitivity`` use it.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,12 +27,24 @@ from detent.onnx_model.sessions import make_session, ort_errors, record
 from detent.onnx_model.targets import Target
 from detent.params import QuantParams
 
-__all__ = ["IsolatedLayers", "Probe", "Switch", "SwitchableModel", "gain_db", "noise", "part_of"]
+__all__ = [
+    "IsolatedLayers",
+    "Probe",
+    "ReferenceOutputs",
+    "Switch",
+    "SwitchableModel",
+    "gain_db",
+    "mean_power",
+    "noise",
+    "part_of",
+    "power",
+]
+
+_log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 
 Feed = dict[str, Array]
-MAX_BATCHES = 8  # batches that layers are computed on
 PART_ROWS = 512  # rows of a matrix on which errors are measured
 PART_POINTS, BLOCK_SIDE = 64 * 64, 8  # pixels of an image on which errors are measured, and the side of their blocks
 
@@ -67,8 +80,8 @@ class IsolatedLayers:
         self._layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
         self._probes: dict[str, Probe] = {}
         self._inputs: list[Mapping[str, Array]] = []
-        self.count = min(len(samples), MAX_BATCHES)
-        self._recorded = record(plan.model, [layer.data for layer in self._layers.values()], samples[: self.count])
+        self.count = len(samples)
+        self._recorded = record(plan.model, [layer.data for layer in self._layers.values()], samples)
 
     def inputs(self, sample: int) -> Mapping[str, Array]:
         """Return a part of each layer's input in a sample, by layer name."""
@@ -130,6 +143,53 @@ def noise(reference: Array, result: Array) -> float:
     """Compute the sum of the squared differences of two arrays."""
     difference = (result - reference).ravel()
     return float(difference @ difference)
+
+
+def power(x: Array) -> float:
+    """Compute the sum of the squared elements of an array."""
+    flat = x.ravel()
+    return float(flat @ flat)
+
+
+def mean_power(signals: Sequence[Array]) -> float:
+    """Compute the mean power of a signal in several samples, to which the noise of all samples is relative.
+
+    So a sample with little power, such as a blank image, does not outweigh others. The SQNR of a report counts noise in
+    the same way.
+    """
+    return max(sum(map(power, signals)) / max(1, len(signals)), 1e-30)
+
+
+class ReferenceOutputs:
+    """Float outputs of some samples, with which quantized outputs are compared."""
+
+    def __init__(self, names: Sequence[str], outputs: Sequence[Sequence[Array]]) -> None:
+        self.names, self._outputs = names, outputs
+        by_name = list(zip(*outputs, strict=True))
+        self._powers = [mean_power([each for each in one if each.dtype == np.float32]) for one in by_name]
+        self._compared = [list(range(len(names))) for _ in outputs]  # positions of outputs, by sample
+
+    @property
+    def count(self) -> int:
+        """Number of compared outputs, summed over the samples."""
+        return sum(map(len, self._compared))
+
+    def leave_out(self, sample: int, quantized: Sequence[Array]) -> None:
+        """Compare only outputs of a sample that have elements and keep their shape in ``quantized``."""
+        pairs = zip(self._outputs[sample], quantized, strict=True)
+        same = [old.shape == new.shape and old.size > 0 and old.dtype == np.float32 for old, new in pairs]
+        for name, is_same in zip(self.names, same, strict=True):
+            if not is_same:
+                _log.info("sample %d: noise at output %r not measured: its shape depends on the data", sample, name)
+        self._compared[sample] = [i for i, is_same in enumerate(same) if is_same]
+
+    def noise(self, sample: int, quantized: Sequence[Array]) -> list[float]:
+        """Compute the noise of each compared output of a sample, relative to the mean power of the output.
+
+        If the shape of an output differs, its result is 1.
+        """
+        pairs = ((i, self._outputs[sample][i], quantized[i]) for i in self._compared[sample])
+        return [noise(old, new) / self._powers[i] if old.shape == new.shape else 1.0 for i, old, new in pairs]
 
 
 def gain_db(remaining: float) -> float:

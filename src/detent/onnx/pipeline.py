@@ -4,7 +4,7 @@
 
     load -> decide -> rewrite -> compare -> save
 
-``decide`` runs the accuracy passes in order, and returns all that ``rewrite`` needs. Each pass has its own module.
+``decide`` runs the accuracy passes (``accuracy_passes``) and returns all that ``rewrite`` needs.
 ``QuantizeReport`` lists what happened to each layer, the sizes, and the SQNR of the outputs.
 """
 
@@ -15,49 +15,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto
 
 from detent import __version__
-from detent.checks import as_integer
 from detent.codec import encode
-from detent.errors import NOTHING_QUANTIZED, NotCalibratedError, SpecError, UnsupportedError
+from detent.errors import NotCalibratedError, SpecError
 from detent.granularity import PerGroup
 from detent.metrics import OutputComparison, worst_output
-from detent.onnx import equalization, smoothquant
-from detent.onnx.bias_correction import CorrectedBias, corrected_biases
-from detent.onnx.calibration import (
-    Calibration,
-    Progress,
-    calibrate_groups,
-    check_passes,
-    choose_clipped,
-    choose_params,
-    first_batches,
-    observed_tensors,
-    range_decisions,
-    tensor_groups,
-)
-from detent.onnx.clipped_ranges import unclip
-from detent.onnx.decisions import Decisions, Equalized, QuantizerPlacement, Smoothed
-from detent.onnx.fast_kernels import (
-    FLOAT_REASON,
-    SLOW_REASON,
-    choose_last_layers,
-    choose_slow_weights,
-    choose_wide,
-    multiplications,
-)
-from detent.onnx.float_fallback import NoiseByLayer, choose_float
-from detent.onnx.graph_plan import PREFERENCES, GraphPlan, Preference, RecipeLike, plan
-from detent.onnx.layer_error import IsolatedLayers
+from detent.onnx.accuracy_passes import Decided, Effort, KeepFloat, Options, RunOptions, decide_with_data, reject_empty
+from detent.onnx.calibration import Progress
+from detent.onnx.decisions import Decisions
+from detent.onnx.graph_plan import GraphPlan, Preference, RecipeLike, plan
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import running
-from detent.onnx.quality_warnings import DataSummary, QuantizeWarning, quantize_warnings
-from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
+from detent.onnx.quality_warnings import QuantizeWarning, quantize_warnings
+from detent.onnx.quantized_graph import layer_decisions, rewrite
 from detent.onnx_model.batches import Batches, BatchSource, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, ModelSource, default_output, load, load_model, save
 from detent.onnx_model.graph import INTEGER_KERNELS, Graph
@@ -71,9 +47,8 @@ from detent.onnx_model.sessions import (
     runtime_record,
 )
 from detent.onnx_model.targets import Target, get_target
-from detent.params import QuantParams
 from detent.recipe import Recipe, get_recipe
-from detent.rule import ObserverLike, get_observer_spec
+from detent.rule import ObserverLike
 from detent.storage import check_directory
 from detent.tables import html_table, short_name, table_lines
 
@@ -82,14 +57,8 @@ __all__ = ["LayerReport", "QuantizeReport", "compare_outputs", "decide", "output
 _log = logging.getLogger(__name__)
 
 Feed = dict[str, NDArray[Any]]
-KeepFloat = Literal["auto", "none"]
 
-COMPARED_BATCHES = 8  # batches on which equalization and SmoothQuant are evaluated
-FALLBACK_SAMPLES = 8  # samples on which clipping, weight bits and float fallback are evaluated
-EVALUATION_BATCHES = 4  # batches on which the outputs of both models are compared
-MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
 DATA_SUFFIXES = (".npz", ".npy")  # files with these suffixes are calibration data, never models
-FALLBACK_REASON = "float fallback: it alone causes over a quarter of the output noise"
 WEIGHT_ONLY_HINT = (
     "weight-only layers: ONNX Runtime rounds their activations to 8 bits unless the session option "
     f"{ACCURACY_LEVEL!r} is '0' or '1'; a file cannot set this option"
@@ -146,7 +115,7 @@ class QuantizeReport:
         nbytes_before: size of the float model in bytes.
         nbytes_after: size of the quantized file in bytes.
         layers: one row per layer.
-        output_sqnr_db: SQNR of the worst output on the first batches, in dB; None if the models were not compared.
+        output_sqnr_db: SQNR of the worst output on calibration samples, in dB; None if the models were not compared.
         outputs_sqnr_db: SQNR of each float output in dB, by output name.
         seconds: wall time of ``quantize``.
         steps: the changes that the accuracy passes made, as text.
@@ -238,69 +207,6 @@ def _report_row(layer: LayerReport, name: str) -> tuple[str, ...]:
     return name, layer.type, *specs, layer.kernel or "float", layer.reason or layer.note
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Options of ``quantize`` and ``decide`` that affect decisions, with their defaults."""
-
-    observer: ObserverLike | None = None
-    skip: Iterable[str] = ()
-    keep_float: KeepFloat = "auto"
-    bias_correction: bool = True
-    equalize: bool = True
-    smooth: bool = True
-    seed: int = 0
-    prefer: Preference = "balanced"
-
-    def __post_init__(self) -> None:
-        skip = (self.skip,) if isinstance(self.skip, str) or not isinstance(self.skip, Iterable) else tuple(self.skip)
-        if not all(isinstance(name, str) for name in skip):
-            raise SpecError(f"skip must hold layer names or glob patterns, got {self.skip!r}")
-        object.__setattr__(self, "skip", skip)
-        object.__setattr__(self, "seed", as_integer("seed", self.seed, at_least=0))
-        if self.prefer not in PREFERENCES:
-            raise SpecError(f"prefer must be one of {', '.join(PREFERENCES)}, got {self.prefer!r}")
-        if self.keep_float not in {"auto", "none"}:
-            raise SpecError(
-                f"keep_float must be 'auto' or 'none', got {self.keep_float!r}; to keep chosen layers in float, pass "
-                "their names as skip="
-            )
-
-    def to_json(self) -> str:
-        """Return as JSON the options that differ from their defaults; "" if there are none."""
-        options: dict[str, object] = {
-            **vars(self),
-            "observer": None if self.observer is None else str(get_observer_spec(self.observer)),
-        }
-        defaults = vars(_Options())
-        changed = {name: value for name, value in options.items() if value != defaults[name]}
-        return json.dumps(changed) if changed else ""
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Options of calibration that do not affect decisions."""
-
-    memory_budget: int | None = None
-    progress: Progress | None = None
-    resume_file: str | PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        if self.memory_budget is not None:
-            budget = as_integer("memory_budget", self.memory_budget, at_least=1)
-            object.__setattr__(self, "memory_budget", budget)
-
-
-@dataclass(frozen=True)
-class _Decided:
-    """Decisions, and other parts of a report: final plan, sample batches, and changes that accuracy passes made."""
-
-    decisions: Decisions
-    plan: GraphPlan
-    samples: tuple[Feed, ...] = ()
-    steps: tuple[str, ...] = ()
-    data: DataSummary | None = None
-
-
 def quantize(  # noqa: PLR0913 - all options of the pipeline
     model: ModelSource,
     output: str | PathLike[str] | None = None,
@@ -315,6 +221,7 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     equalize: bool = True,
     smooth: bool = True,
     prefer: Preference = "balanced",
+    effort: Effort = "balanced",
     memory_budget: int | None = None,
     progress: Progress | None = None,
     resume_file: str | PathLike[str] | None = None,
@@ -343,13 +250,16 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             that lose the most accuracy get 8 bits. "speed" stores all weights with 7 bits, "accuracy" all with 8 bits.
             Targets for VNNI always store 8 bits: their fast kernels are exact then. "accuracy" also keeps the outputs
             of last convolutions in float, for all targets.
+        effort: how much is measured. "fast" compares candidates only at single layers, and has no float fallback.
+            "balanced" also measures the noise at the outputs, on 2 samples of a large model, up to 32 of a small one.
+            "best" uses 32 samples of models up to 3 billion multiplications.
         memory_budget: maximum bytes of activations in memory; a small budget needs several passes over the data.
         progress: whether to show a progress bar on a terminal (None means True), or a callback f(batches_done, total);
             total is None if unknown.
         resume_file: the file where calibration saves its state; if it exists, calibration resumes from it.
         seed: random seed for choosing the rows on which SmoothQuant is evaluated.
         force: accept a model that is already quantized.
-        compare: run both models on the first calibration batches and report ``output_sqnr_db``.
+        compare: run both models on up to 32 calibration samples and report ``output_sqnr_db``.
 
     Raises:
         NotCalibratedError: the recipe quantizes activations, and ``data`` is missing.
@@ -370,16 +280,16 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     ('small.w8a8.onnx', 'MatMulIntegerToFloat')
     """
     start = time.perf_counter()
-    options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer)
+    options = Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort)
     rules, target = get_recipe(recipe), get_target(target)
     path = _output_path(model, output, recipe)
     check_directory(path.parent)
     original = _load(model)
-    run = _Run(memory_budget, progress, resume_file)
+    run = RunOptions(memory_budget, progress, resume_file)
     decided = _decide(original, data, rules, target, options, run, force=force)
     with running("rewriting"):
         quantized = rewrite(original, decided.decisions)
-    samples = decided.samples[:EVALUATION_BATCHES] if compare else ()
+    samples = decided.samples if compare else ()
     with running("comparing outputs"):
         names = array_outputs(quantized) if samples else []
         comparison = compare_outputs(original, quantized, names, samples) if names else OutputComparison(())
@@ -426,6 +336,7 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     equalize: bool = True,
     smooth: bool = True,
     prefer: Preference = "balanced",
+    effort: Effort = "balanced",
     memory_budget: int | None = None,
     progress: Progress | None = None,
     resume_file: str | PathLike[str] | None = None,
@@ -444,9 +355,9 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     >>> decisions.layers[0].weight_scale, decisions.ranges["x"].observed_range
     (array([1.], dtype=float32), (51.0, 51.0))
     """
-    options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer)
+    options = Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort)
     recipe, target = get_recipe(recipe), get_target(target)
-    run = _Run(memory_budget, progress, resume_file)
+    run = RunOptions(memory_budget, progress, resume_file)
     return _decide(_load(model), data, recipe, target, options, run, force=force).decisions
 
 
@@ -460,11 +371,11 @@ def _decide(
     data: BatchSource | None,
     recipe: Recipe,
     target: Target,
-    options: _Options,
-    run: _Run,
+    options: Options,
+    run: RunOptions,
     *,
     force: bool,
-) -> _Decided:
+) -> Decided:
     batches = _checked_data(original, data, recipe)
     first = None if batches is None else batches.check_first()
     own_opset, opset = Graph(original.proto).opset, needed_opset(low_bits=_needs_low_bits(recipe))
@@ -472,7 +383,7 @@ def _decide(
         prepared = to_normal_form(load(original), opset, feed=first, force=force)
     with running("planning"):
         graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip, prefer=options.prefer)
-    _reject_empty(graph_plan)
+    reject_empty(graph_plan)
     facts = Decisions(
         written_by=__version__,
         onnx_version=onnx.__version__ if own_opset < graph_plan.graph.opset else "",
@@ -485,164 +396,12 @@ def _decide(
         constants=prepared.constants,
     )
     if batches is not None:
-        return _decide_with_data(facts, graph_plan, batches, options, run)
+        return decide_with_data(facts, graph_plan, batches, options, run, lambda each: rewrite(original, each))
     steps: tuple[str, ...] = ()
     if own_opset < facts.opset:
         steps = (f"converted from opset {own_opset} to {facts.opset}; outputs not compared, because data is missing",)
     with running("choosing weight scales"):
-        return _Decided(replace(facts, layers=layer_decisions(graph_plan, {}, {})), graph_plan, (), steps)
-
-
-def _decide_with_data(
-    facts: Decisions, graph_plan: GraphPlan, batches: Batches, options: _Options, run: _Run
-) -> _Decided:
-    with running("choosing kernels"):
-        work = multiplications(graph_plan, batches.check_first())
-        last = choose_last_layers(graph_plan, work, options.prefer)
-        graph_plan = graph_plan.without(last.in_float, FLOAT_REASON).with_quantized_outputs(last.quantized)
-        graph_plan = graph_plan.without(choose_slow_weights(graph_plan, work), SLOW_REASON)
-    _reject_empty(graph_plan)
-    groups: list[list[str]] | None = None
-    if run.memory_budget is not None:  # fail early if the budget is too small
-        groups = tensor_groups(graph_plan, batches, run.memory_budget)
-        check_passes(groups, run.resume_file)
-    graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, batches, options)
-    grouped = [name for group in groups or () for name in group]
-    if run.memory_budget is not None and grouped != observed_tensors(graph_plan):  # SmoothQuant inserted Mul nodes
-        groups = tensor_groups(graph_plan, batches, run.memory_budget)
-    progress = True if run.progress is None else run.progress
-    with running("calibration"):
-        calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.resume_file)
-    with running("choosing ranges"):
-        placements = graph_plan.placements(calibration.ranges)
-        isolated = IsolatedLayers(graph_plan, calibration.samples)
-        params, clipped, noise = _choose_ranges(graph_plan, placements, calibration, isolated, options)
-    graph_plan, widened, shares = _choose_precision(graph_plan, noise, work, options)
-    if shares:
-        graph_plan = graph_plan.without(shares, FALLBACK_REASON)
-        _reject_empty(graph_plan)
-        placements = graph_plan.placements(calibration.ranges)
-        new = choose_params(placements, calibration)
-        clipped = None if clipped is None else clipped | (set(new) - set(params))
-        params = new | params
-    placements, used = placed(graph_plan, placements, params)
-    decisions = replace(
-        facts,
-        data=calibration.fingerprint,
-        equalized=equalized,
-        smoothed=smoothed,
-        placements=tuple(placements),
-        ranges=range_decisions(used, calibration, clipped),
-    )
-    tensor_params = decisions.tensor_params()
-    biases: dict[str, CorrectedBias] = {}
-    if options.bias_correction:
-        with running("bias correction"):
-            biases = corrected_biases(graph_plan, tensor_params, isolated)
-    with running("choosing weight scales"):
-        layers = layer_decisions(graph_plan, tensor_params, biases)
-    steps = (
-        *map(str, equalized),
-        *map(str, smoothed),
-        *(f"8-bit weights for {name}: {share:.0%} less noise at the outputs" for name, share in widened.items()),
-        *(f"kept {name} in float: it alone causes {share:.0%} of the output noise" for name, share in shares.items()),
-    )
-    for step in steps:
-        _log.info("%s", step)
-    return _Decided(replace(decisions, layers=layers), graph_plan, calibration.samples, steps, calibration.summary)
-
-
-def _choose_ranges(
-    graph_plan: GraphPlan,
-    placements: Sequence[QuantizerPlacement],
-    calibration: Calibration,
-    isolated: IsolatedLayers,
-    options: _Options,
-) -> tuple[dict[str, QuantParams], set[str] | None, NoiseByLayer | None]:
-    """Choose the parameters of activations.
-
-    Returns the parameters by group, the clipped groups (None for all), and the measurement of noise at the outputs
-    (None if no pass needs it).
-    """
-    clipped = choose_clipped(graph_plan, calibration, placements, isolated) if options.observer is None else None
-    params = choose_params(placements, calibration, clipped)
-    if not clipped and not _can_widen(graph_plan, options) and options.keep_float == "none":
-        return params, clipped, None
-    noise = NoiseByLayer(graph_plan, params, first_batches(calibration.samples, FALLBACK_SAMPLES))
-    unclipped = unclip(noise, placements, calibration, clipped) if clipped else {}
-    if clipped and unclipped:
-        noise.set_params(unclipped)
-        params, clipped = params | unclipped, clipped - set(unclipped)
-    return params, clipped, noise
-
-
-def _can_widen(graph_plan: GraphPlan, options: _Options) -> bool:
-    """Whether weights can get 8 instead of 7 bits."""
-    return options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
-
-
-def _choose_precision(
-    graph_plan: GraphPlan, noise: NoiseByLayer | None, work: Mapping[str, float], options: _Options
-) -> tuple[GraphPlan, dict[str, float], dict[str, float]]:
-    """Choose the layers with 8-bit weights, and those to keep in float.
-
-    Returns the plan with these 8-bit weights, the noise that each of them removes, and the layers to keep in float.
-    """
-    widened: dict[str, float] = {}
-    shares: dict[str, float] = {}
-    if noise is None:
-        return graph_plan, widened, shares
-    if _can_widen(graph_plan, options):
-        with running("choosing weight bits"):
-            widened = choose_wide(noise, graph_plan, work)
-            graph_plan = graph_plan.widened(widened)
-            noise.set_weights(graph_plan)
-    if options.keep_float == "auto":
-        with running("float fallback"):
-            shares = choose_float(noise, graph_plan)
-    return graph_plan, widened, shares
-
-
-def _equalize_and_smooth(
-    graph_plan: GraphPlan, batches: Batches, options: _Options
-) -> tuple[GraphPlan, tuple[Equalized, ...], tuple[Smoothed, ...]]:
-    """Return the plan of the equalized and smoothed model, and the factors."""
-    equalized: tuple[Equalized, ...] = ()
-    smoothed: tuple[Smoothed, ...] = ()
-    samples = batches.peek(COMPARED_BATCHES) if options.equalize or options.smooth else []
-    if options.equalize:
-        with running("equalization"):
-            equalized = equalization.choose(graph_plan, samples)
-            graph_plan = graph_plan.with_model(equalization.apply(graph_plan.model, equalized))
-    if options.smooth:
-        with running("SmoothQuant"):
-            smoothed = smoothquant.choose(graph_plan, samples, seed=options.seed)
-            graph_plan = graph_plan.with_model(smoothquant.apply(graph_plan.model, smoothed))
-    return graph_plan, equalized, smoothed
-
-
-def _reject_empty(graph_plan: GraphPlan) -> None:
-    """Reject a plan that quantizes no layer; the message lists the layers by reason."""
-    if graph_plan.quantized:
-        return
-    layers: dict[str, list[str]] = {}
-    for line in graph_plan.layers:
-        layers.setdefault(line.reason, []).append(line.name)
-    reasons = [f"{reason} ({_names(names)})" for reason, names in layers.items()]
-    more = f"; and {len(reasons) - MAX_REASONS_SHOWN} more" if len(reasons) > MAX_REASONS_SHOWN else ""
-    why = f"{'; '.join(reasons[:MAX_REASONS_SHOWN])}{more}"
-    recipe = f"recipe {graph_plan.recipe.name}" if graph_plan.recipe.name else "the recipe"
-    raise UnsupportedError(
-        f"{NOTHING_QUANTIZED}, so no file is written: {why or 'the model has no layers'}. Change {recipe}, the target "
-        "or skip; qo.plan shows their effect on each layer"
-    )
-
-
-def _names(names: Sequence[str]) -> str:
-    """Join the first names, shortened, and count the others."""
-    shown = [name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 3]}..." for name in names]
-    more = [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
-    return ", ".join([*shown[:MAX_NAMES_SHOWN], *more])
+        return Decided(replace(facts, layers=layer_decisions(graph_plan, {}, {})), graph_plan, (), steps)
 
 
 def _checked_data(model: LoadedModel, data: BatchSource | None, recipe: Recipe) -> Batches | None:
@@ -688,7 +447,7 @@ def compare_outputs(
 
 def _finish(
     path: Path,
-    decided: _Decided,
+    decided: Decided,
     size: int,
     quantized: ModelProto,
     comparison: OutputComparison,

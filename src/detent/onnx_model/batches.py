@@ -46,7 +46,17 @@ from detent.errors import (
     closest,
 )
 
-__all__ = ["ArrayFile", "BatchSource", "Batches", "InputInfo", "inputs_of", "open_batches", "samples_in"]
+__all__ = [
+    "ArrayFile",
+    "BatchSource",
+    "Batches",
+    "InputInfo",
+    "can_cut",
+    "inputs_of",
+    "open_batches",
+    "samples_in",
+    "update_digest",
+]
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
@@ -334,7 +344,7 @@ class Batches:
         feeds, total = list[Feed](), 0
         for feed in self:
             size = samples_in(feed)
-            is_cut = total + size > count and _can_cut(feed, self.inputs)
+            is_cut = total + size > count and can_cut(feed, self.inputs)
             feeds.append({name: array[: count - total] for name, array in feed.items()} if is_cut else feed)
             total += count - total if is_cut else size
             if total >= count:
@@ -376,9 +386,7 @@ class Batches:
         """Iterate over the batches and hash them for ``fingerprint``."""
         digest = self._digest = hashlib.sha256()
         for feed in self:
-            for name, array in sorted(feed.items()):
-                digest.update(f"{name!r} {array.dtype} {array.shape}\n".encode())
-                digest.update(_bytes_of(array))
+            update_digest(digest, feed)
             yield feed
 
     def fingerprint(self) -> str:
@@ -419,9 +427,17 @@ def _choose(source: Iterable[Batch], numbers: Sequence[int]) -> Iterator[Batch]:
     return (batch for number, batch in enumerate(islice(source, end)) if number in chosen)
 
 
-def _can_cut(feed: Feed, inputs: Sequence[InputInfo]) -> bool:
+def can_cut(feed: Feed, inputs: Sequence[InputInfo]) -> bool:
+    """Whether a batch can be cut along the first axis, and the model accepts the parts."""
     lengths = {array.shape[:1] for array in feed.values()}
     return len(lengths) == 1 and all(info.shape is None or info.shape[:1] == (None,) for info in inputs)
+
+
+def update_digest(digest: "hashlib._Hash", feed: Mapping[str, Array]) -> None:
+    """Add the names, types, shapes and elements of a batch to a hash."""
+    for name, array in sorted(feed.items()):
+        digest.update(f"{name!r} {array.dtype} {array.shape}\n".encode())
+        digest.update(_bytes_of(array))
 
 
 def _bytes_of(array: Array) -> memoryview | bytes:

@@ -1,0 +1,434 @@
+"""The accuracy passes of ``qo.decide``, in their order.
+
+======================= ===========================================================================================
+pass                    decides
+======================= ===========================================================================================
+choosing kernels        which last layers stay in float, and which get a quantized output (``fast_kernels``)
+choosing samples        the samples on which the following passes run the model (``samples``)
+equalization            factors between convolutions (``equalization``)
+SmoothQuant             factors between channels of matmul inputs and weights (``smoothquant``)
+calibration             nothing; it observes the ranges of activations (``calibration``)
+choosing ranges         a min-max or a clipped range for each activation (``calibration``, ``clipped_ranges``)
+choosing weight bits    7 or 8 bits for each weight (``fast_kernels``)
+float fallback          which noisy layers stay in float (``float_fallback``)
+bias correction         new biases (``bias_correction``)
+======================= ===========================================================================================
+
+A pass that changes the model is kept only if it lowers the noise at the outputs, on samples that it was not fitted to.
+``effort`` says how much is measured: "fast" measures nothing at the outputs, "best" uses more samples of large models.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from os import PathLike
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from numpy.typing import NDArray
+from onnx import ModelProto
+
+from detent.checks import as_integer
+from detent.errors import NOTHING_QUANTIZED, SpecError, UnsupportedError
+from detent.onnx import equalization, smoothquant
+from detent.onnx.bias_correction import CorrectedBias, corrected_biases
+from detent.onnx.calibration import (
+    MAX_REMAINING_NOISE,
+    Calibration,
+    Progress,
+    calibrate_groups,
+    check_passes,
+    choose_clipped,
+    choose_params,
+    observed_tensors,
+    range_decisions,
+    tensor_groups,
+)
+from detent.onnx.clipped_ranges import MAX_CLIPPED_NOISE, unclip
+from detent.onnx.decisions import Decisions, Equalized, Smoothed
+from detent.onnx.fast_kernels import (
+    FLOAT_REASON,
+    SLOW_REASON,
+    choose_last_layers,
+    choose_slow_weights,
+    choose_wide,
+    multiplications,
+)
+from detent.onnx.float_fallback import NoiseByLayer, choose_float
+from detent.onnx.graph_plan import PREFERENCES, GraphPlan, Preference
+from detent.onnx.layer_error import IsolatedLayers, ReferenceOutputs
+from detent.onnx.pass_errors import running
+from detent.onnx.quality_warnings import DataSummary
+from detent.onnx.quantized_graph import layer_decisions, placed
+from detent.onnx.samples import Samples, choose_samples
+from detent.onnx_model.batches import Batches, inputs_of, open_batches, samples_in
+from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
+from detent.params import QuantParams
+from detent.rule import ObserverLike, get_observer_spec
+
+__all__ = ["EFFORTS", "Decided", "Effort", "KeepFloat", "Options", "RunOptions", "decide_with_data", "reject_empty"]
+
+_log = logging.getLogger(__name__)
+
+Feed = dict[str, NDArray[Any]]
+KeepFloat = Literal["auto", "none"]
+Effort = Literal["fast", "balanced", "best"]
+
+MAX_MULTIPLICATIONS = 2e10  # limit on all runs of the model that record the inputs of layers
+MIN_SAMPLES, MIN_COMPARED = 4, 2  # samples of a large model
+MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
+FALLBACK_REASON = "float fallback: it alone causes over a quarter of the output noise"
+
+
+class Search(NamedTuple):
+    """Amount of measurement at the outputs of the model.
+
+    ``multiplications`` limits the samples on which candidates are compared: each measurement runs the model on as many
+    samples as need so many multiplications, and on at least two. 0 measures nothing.
+    """
+
+    multiplications: float
+
+    def samples(self, samples: Sequence[Feed], per_sample: float) -> Samples:
+        """Split samples; for a large model, only the first of them are used."""
+        compared = max(MIN_COMPARED, int(self.multiplications / max(per_sample, 1.0))) if self.multiplications else 0
+        every = max(MIN_SAMPLES, int(MAX_MULTIPLICATIONS / max(per_sample, 1.0)))
+        return Samples.of(samples, max(every, compared), compared)
+
+
+EFFORTS: Mapping[Effort, Search] = MappingProxyType(
+    {"fast": Search(0.0), "balanced": Search(2e9), "best": Search(1e11)}
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of ``quantize`` and ``decide`` that affect decisions, with their defaults."""
+
+    observer: ObserverLike | None = None
+    skip: Iterable[str] = ()
+    keep_float: KeepFloat = "auto"
+    bias_correction: bool = True
+    equalize: bool = True
+    smooth: bool = True
+    seed: int = 0
+    prefer: Preference = "balanced"
+    effort: Effort = "balanced"
+
+    def __post_init__(self) -> None:
+        skip = (self.skip,) if isinstance(self.skip, str) or not isinstance(self.skip, Iterable) else tuple(self.skip)
+        if not all(isinstance(name, str) for name in skip):
+            raise SpecError(f"skip must hold layer names or glob patterns, got {self.skip!r}")
+        object.__setattr__(self, "skip", skip)
+        object.__setattr__(self, "seed", as_integer("seed", self.seed, at_least=0))
+        if self.prefer not in PREFERENCES:
+            raise SpecError(f"prefer must be one of {', '.join(PREFERENCES)}, got {self.prefer!r}")
+        if self.effort not in EFFORTS:
+            raise SpecError(f"effort must be one of {', '.join(EFFORTS)}, got {self.effort!r}")
+        if self.keep_float not in {"auto", "none"}:
+            raise SpecError(
+                f"keep_float must be 'auto' or 'none', got {self.keep_float!r}; to keep chosen layers in float, pass "
+                "their names as skip="
+            )
+
+    def to_json(self) -> str:
+        """Return as JSON the options that differ from their defaults; "" if there are none."""
+        options: dict[str, object] = {
+            **vars(self),
+            "observer": None if self.observer is None else str(get_observer_spec(self.observer)),
+        }
+        defaults = vars(Options())
+        changed = {name: value for name, value in options.items() if value != defaults[name]}
+        return json.dumps(changed) if changed else ""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of calibration that do not affect decisions."""
+
+    memory_budget: int | None = None
+    progress: Progress | None = None
+    resume_file: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_budget is not None:
+            budget = as_integer("memory_budget", self.memory_budget, at_least=1)
+            object.__setattr__(self, "memory_budget", budget)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """Decisions, and other parts of a report: final plan, sample batches, and changes that accuracy passes made."""
+
+    decisions: Decisions
+    plan: GraphPlan
+    samples: tuple[Feed, ...] = ()
+    steps: tuple[str, ...] = ()
+    data: DataSummary | None = None
+
+
+def decide_with_data(
+    facts: Decisions,
+    graph_plan: GraphPlan,
+    batches: Batches,
+    options: Options,
+    run: RunOptions,
+    rewritten: Callable[[Decisions], ModelProto],
+) -> Decided:
+    """Run the accuracy passes; ``facts`` are the decisions so far, and ``rewritten`` applies decisions to the model."""
+    with running("choosing kernels"):
+        work = multiplications(graph_plan, batches.check_first())
+        last = choose_last_layers(graph_plan, work, options.prefer)
+        graph_plan = graph_plan.without(last.in_float, FLOAT_REASON).with_quantized_outputs(last.quantized)
+        graph_plan = graph_plan.without(choose_slow_weights(graph_plan, work), SLOW_REASON)
+    reject_empty(graph_plan)
+    groups = _tensor_groups(graph_plan, batches, run)  # fails early if the budget is too small
+    with running("choosing samples"):
+        chosen = choose_samples(graph_plan.model, batches)
+        search = EFFORTS[options.effort]
+        per_sample = sum(work.values()) / samples_in(batches.check_first())
+        samples = search.samples(chosen, per_sample)
+    graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, samples, options)
+    if groups is not None and observed_tensors(graph_plan) != [name for group in groups for name in group]:
+        groups = _tensor_groups(graph_plan, batches, run)  # SmoothQuant inserted Mul nodes
+    progress = True if run.progress is None else run.progress
+    with running("calibration"):
+        calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.resume_file, chosen)
+    isolated = IsolatedLayers(graph_plan, samples.every)
+    choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options)
+    graph_plan = choice.plan
+    placements, used = placed(graph_plan, graph_plan.placements(calibration.ranges), choice.ranges.params)
+    decisions = replace(
+        facts,
+        data=calibration.fingerprint,
+        equalized=equalized,
+        smoothed=smoothed,
+        placements=tuple(placements),
+        ranges=range_decisions(used, calibration, choice.ranges.clipped),
+    )
+    tensor_params = decisions.tensor_params()
+    biases: dict[str, CorrectedBias] = {}
+    if options.bias_correction:
+        with running("bias correction"):
+            biases = corrected_biases(graph_plan, tensor_params, isolated, len(samples.fitted))
+    with running("choosing weight scales"):
+        decisions = replace(decisions, layers=layer_decisions(graph_plan, tensor_params, biases))
+    if biases and search.multiplications:
+        with running("evaluating bias correction"):
+            plain = replace(decisions, layers=layer_decisions(graph_plan, tensor_params, {}))
+            decisions = _less_noise(plain, decisions, graph_plan.model, samples.evaluated, rewritten)
+    steps = (*map(str, equalized), *map(str, smoothed), *choice.steps)
+    for step in steps:
+        _log.info("%s", step)
+    return Decided(decisions, graph_plan, chosen, steps, calibration.summary)
+
+
+def _tensor_groups(graph_plan: GraphPlan, batches: Batches, run: RunOptions) -> list[list[str]] | None:
+    """Return the tensors to observe in each pass over the data; None without a memory budget."""
+    if run.memory_budget is None:
+        return None
+    groups = tensor_groups(graph_plan, batches, run.memory_budget)
+    check_passes(groups, run.resume_file)
+    return groups
+
+
+@dataclass(frozen=True)
+class _Ranges:
+    """Parameters of activations by group, and the groups that are clipped (None for all)."""
+
+    params: dict[str, QuantParams]
+    clipped: frozenset[str] | None
+
+    def without_clipping(self, unclipped: Mapping[str, QuantParams]) -> "_Ranges":
+        """Return these ranges with the min-max ranges of some groups."""
+        clipped = None if self.clipped is None else self.clipped - set(unclipped)
+        return _Ranges({**self.params, **unclipped}, clipped)
+
+    def with_new(self, params: Mapping[str, QuantParams]) -> "_Ranges":
+        """Return these ranges with the clipped ranges of new groups."""
+        clipped = None if self.clipped is None else self.clipped | (set(params) - set(self.params))
+        return _Ranges({**params, **self.params}, clipped)
+
+
+class _Choice(NamedTuple):
+    """Chosen ranges of activations, and the plan with the chosen weight bits and float layers."""
+
+    plan: GraphPlan
+    ranges: _Ranges
+    steps: tuple[str, ...] = ()
+
+
+def _choose_quantizers(
+    graph_plan: GraphPlan,
+    calibration: Calibration,
+    isolated: IsolatedLayers,
+    samples: Samples,
+    work: Mapping[str, float],
+    options: Options,
+) -> _Choice:
+    """Choose ranges of activations, bits of weights, and layers to keep in float."""
+    with running("choosing ranges"):
+        placements = graph_plan.placements(calibration.ranges)
+        clipped = None
+        if options.observer is None:
+            max_noise = MAX_REMAINING_NOISE if EFFORTS[options.effort].multiplications else MAX_CLIPPED_NOISE
+            clipped = choose_clipped(graph_plan, calibration, placements, isolated, max_noise)
+        params = choose_params(placements, calibration, clipped)
+        ranges = _Ranges(params, None if clipped is None else frozenset(clipped))
+    can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
+    is_needed = bool(clipped) or can_widen or options.keep_float == "auto"
+    if not is_needed or not EFFORTS[options.effort].multiplications:
+        return _Choice(graph_plan, ranges)
+    with running("measuring noise at the outputs"):
+        noise = NoiseByLayer(graph_plan, params, samples.compared)
+    if clipped:
+        with running("choosing clipped ranges"):
+            unclipped = unclip(noise, placements, calibration, clipped)
+            ranges = ranges.without_clipping(unclipped)
+            noise.set_params(unclipped)
+    widened: dict[str, float] = {}
+    if can_widen:
+        with running("choosing weight bits"):
+            widened = choose_wide(noise, graph_plan, work)
+            graph_plan = graph_plan.widened(widened)
+            noise.set_weights(graph_plan)
+    shares: dict[str, float] = {}
+    if options.keep_float == "auto":
+        with running("float fallback"):
+            replan = partial(_with_float, graph_plan, work, options, set(calibration.ranges))
+            shares = choose_float(noise, graph_plan, replan)
+    if shares:
+        graph_plan = replan(list(shares))
+        reject_empty(graph_plan)
+        ranges = ranges.with_new(choose_params(graph_plan.placements(calibration.ranges), calibration))
+    steps = (
+        *(f"8-bit weights for {name}: {share:.0%} less noise at the outputs" for name, share in widened.items()),
+        *(f"kept {name} in float: {share:.0%} less noise at the outputs" for name, share in shares.items()),
+    )
+    return _Choice(graph_plan, ranges, steps)
+
+
+def _with_float(
+    graph_plan: GraphPlan, work: Mapping[str, float], options: Options, observed: set[str], names: Sequence[str]
+) -> GraphPlan:
+    """Return a plan with some layers kept in float by float fallback, and with the new last layers before them."""
+    changed = graph_plan.without(names, FALLBACK_REASON)
+    last = choose_last_layers(changed, work, options.prefer, observed)
+    return changed.without(last.in_float, FLOAT_REASON).with_quantized_outputs(last.quantized)
+
+
+def _equalize_and_smooth(
+    graph_plan: GraphPlan, samples: Samples, options: Options
+) -> tuple[GraphPlan, tuple[Equalized, ...], tuple[Smoothed, ...]]:
+    """Return the plan of the equalized and smoothed model, and the factors."""
+    equalized: tuple[Equalized, ...] = ()
+    smoothed: tuple[Smoothed, ...] = ()
+    evaluated = samples.evaluated if EFFORTS[options.effort].multiplications else ()
+    noise: float | None = None
+    if options.equalize:
+        with running("equalization"):
+            equalized = equalization.choose(graph_plan, samples.fitted)
+            if equalized:
+                changed = graph_plan.with_model(equalization.apply(_copy(graph_plan.model), equalized))
+                noises = _min_max_noises("equalization", (graph_plan, changed), evaluated)
+                equalized, graph_plan, noise = (
+                    (equalized, changed, noises[1]) if noises[1] <= noises[0] else ((), graph_plan, noises[0])
+                )
+    if options.smooth:
+        with running("SmoothQuant"):
+            smoothed = smoothquant.choose(graph_plan, samples.fitted, seed=options.seed)
+            if smoothed:
+                changed = graph_plan.with_model(smoothquant.apply(_copy(graph_plan.model), smoothed))
+                noises = _min_max_noises("SmoothQuant", (graph_plan, changed), evaluated, noise)
+                smoothed, graph_plan = (smoothed, changed) if noises[1] <= noises[0] else ((), graph_plan)
+    return graph_plan, equalized, smoothed
+
+
+def _copy(model: ModelProto) -> ModelProto:
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    return copy
+
+
+def _min_max_noises(
+    name: str, plans: tuple[GraphPlan, GraphPlan], samples: Sequence[Feed], before: float | None = None
+) -> tuple[float, float]:
+    """Measure the noise at the outputs before and after the pass ``name``, with min-max ranges; 0 without samples.
+
+    ``before`` is the noise before the pass, if it was measured already.
+    """
+    if not samples:
+        return 0.0, 0.0
+    noises = _min_max_noise(plans[0], samples) if before is None else before, _min_max_noise(plans[1], samples)
+    if noises[1] > noises[0]:
+        _log.info("%s changes nothing: it would raise the noise at the outputs by %.0f %%", name, _percent(*noises))
+    return noises
+
+
+def _percent(before: float, after: float) -> float:
+    return 100 * (after / max(before, 1e-30) - 1)
+
+
+def _min_max_noise(graph_plan: GraphPlan, samples: Sequence[Feed]) -> float:
+    """Measure the noise at the outputs with min-max ranges."""
+    batches = open_batches(samples, inputs_of(graph_plan.model))
+    calibration = calibrate_groups(graph_plan, batches, None, "minmax", False, None, tuple(samples))
+    params = choose_params(graph_plan.placements(calibration.ranges), calibration, ())
+    return NoiseByLayer(graph_plan, params, samples).noise_without()
+
+
+def _less_noise(
+    plain: Decisions,
+    corrected: Decisions,
+    model: ModelProto,
+    samples: Sequence[Feed],
+    rewritten: Callable[[Decisions], ModelProto],
+) -> Decisions:
+    """Return the decisions whose quantized model has less noise at the outputs; ``corrected`` if they are equal."""
+    names = array_outputs(model)
+    if not names:
+        return corrected
+    references = ReferenceOutputs(names, _outputs(model, names, samples))
+    noises: list[float] = []
+    for decisions in (corrected, plain):
+        outputs = _outputs(rewritten(decisions), names, samples)
+        if not noises:
+            for i, each in enumerate(outputs):
+                references.leave_out(i, each)
+        noises.append(sum(sum(references.noise(i, each)) for i, each in enumerate(outputs)))
+    if noises[1] < noises[0]:
+        _log.info("no bias is corrected: that would raise the noise at the outputs by %.0f %%", _percent(*noises[::-1]))
+        return plain
+    return corrected
+
+
+def _outputs(model: ModelProto, names: Sequence[str], samples: Sequence[Feed]) -> list[list[NDArray[Any]]]:
+    session = make_session(model)
+    with ort_errors():
+        return [session.run(names, feed) for feed in samples]
+
+
+def reject_empty(graph_plan: GraphPlan) -> None:
+    """Reject a plan that quantizes no layer; the message lists the layers by reason."""
+    if graph_plan.quantized:
+        return
+    layers: dict[str, list[str]] = {}
+    for line in graph_plan.layers:
+        layers.setdefault(line.reason, []).append(line.name)
+    reasons = [f"{reason} ({_names(names)})" for reason, names in layers.items()]
+    more = f"; and {len(reasons) - MAX_REASONS_SHOWN} more" if len(reasons) > MAX_REASONS_SHOWN else ""
+    why = f"{'; '.join(reasons[:MAX_REASONS_SHOWN])}{more}"
+    recipe = f"recipe {graph_plan.recipe.name}" if graph_plan.recipe.name else "the recipe"
+    raise UnsupportedError(
+        f"{NOTHING_QUANTIZED}, so no file is written: {why or 'the model has no layers'}. Change {recipe}, the target "
+        "or skip; qo.plan shows their effect on each layer"
+    )
+
+
+def _names(names: Sequence[str]) -> str:
+    """Join the first names, shortened, and count the others."""
+    shown = [name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 3]}..." for name in names]
+    more = [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
+    return ", ".join([*shown[:MAX_NAMES_SHOWN], *more])

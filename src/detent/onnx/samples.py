@@ -1,0 +1,138 @@
+"""Samples of the calibration data on which accuracy passes run the model.
+
+The samples do not depend on the order of the data or on the batch size. Each sample has a hash of its elements, and the
+samples with the smallest hashes are kept. Batches are cut into samples if the model computes each sample by itself.
+Otherwise, whole batches are samples.
+
+Accuracy passes fit their changes to one part of the samples, and evaluate them on the other part.
+"""
+
+import hashlib
+from bisect import insort
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto
+
+from detent.onnx_model.batches import Batches, InputInfo, can_cut, inputs_of, samples_in, update_digest
+from detent.onnx_model.sessions import make_session, ort_errors
+
+__all__ = ["SampleChooser", "Samples", "choose_samples"]
+
+Array = NDArray[Any]
+Feed = dict[str, Array]
+
+MAX_SAMPLES, MAX_SAMPLE_BYTES = 32, 64 << 20  # limits on the samples that are kept in memory
+MAX_EVALUATED = 8  # limit on the samples on which fitted values are evaluated
+MAX_BATCHES = 8  # limit if whole batches are samples
+TOLERANCE = 1e-3  # relative to the largest output; kernels may add in another order if the batch size differs
+
+
+class Samples(NamedTuple):
+    """Samples of the calibration data.
+
+    Attributes:
+        every: all samples.
+        fitted: the first samples, to which factors and biases are fitted.
+        evaluated: the other samples, on which fitted values are evaluated; a single sample serves for both.
+        compared: the last samples, on which candidates that need no fit are compared.
+    """
+
+    every: Sequence[Feed]
+    fitted: Sequence[Feed]
+    evaluated: Sequence[Feed]
+    compared: Sequence[Feed]
+
+    @classmethod
+    def of(cls, samples: Sequence[Feed], every: int, compared: int) -> "Samples":
+        """Split the first ``every`` samples.
+
+        Fitted values are evaluated on at most ``compared`` of them, on at most ``MAX_EVALUATED``, and on at most half.
+        """
+        samples = samples[:every]
+        count = len(samples) - min(compared, MAX_EVALUATED, len(samples) // 2)
+        return cls(samples, samples[:count], samples[count:] or samples[-1:], samples[-max(compared, 1) :])
+
+
+class SampleChooser:
+    """Keeps the samples with the smallest hashes of all batches that are added."""
+
+    def __init__(self, model: ModelProto, inputs: Sequence[InputInfo]) -> None:
+        self._model, self._inputs = model, inputs
+        self._kept: list[tuple[bytes, Feed]] = []
+        self._nbytes = 0
+        self._is_cut: bool | None = None  # None until a batch with several samples was added
+
+    @property
+    def samples(self) -> tuple[Feed, ...]:
+        """The samples, in the order of their hashes."""
+        return tuple(feed for _, feed in self._kept)
+
+    def add(self, feed: Feed) -> None:
+        """Add the samples of a batch."""
+        count = samples_in(feed)
+        if self._is_cut is None and count > 1:
+            self._is_cut = can_cut(feed, self._inputs) and _computes_each_sample(self._model, feed)
+        if not self._is_cut or count == 1:
+            self._add(feed)
+            return
+        for i in range(count):
+            self._add({name: array[i : i + 1] for name, array in feed.items()})
+
+    def _add(self, sample: Feed) -> None:
+        digest = hashlib.sha256()
+        update_digest(digest, sample)
+        key = digest.digest()
+        limit = MAX_BATCHES if self._is_cut is False else MAX_SAMPLES
+        is_full = len(self._kept) >= limit or self._nbytes >= MAX_SAMPLE_BYTES
+        if (is_full and key > self._kept[-1][0]) or any(key == other for other, _ in self._kept):
+            return
+        insort(self._kept, (key, {name: np.array(array) for name, array in sample.items()}), key=itemgetter(0))
+        self._nbytes += _nbytes(sample)
+        while len(self._kept) > limit or (self._nbytes > MAX_SAMPLE_BYTES and len(self._kept) > 1):
+            self._nbytes -= _nbytes(self._kept.pop()[1])
+
+
+def choose_samples(model: ModelProto, batches: Batches) -> tuple[Feed, ...]:
+    """Choose samples from all batches; from the first batches if the batches can be read only once."""
+    chooser = SampleChooser(model, inputs_of(model))
+    for feed in batches if batches.is_repeatable else _first(batches):
+        chooser.add(feed)
+    return chooser.samples
+
+
+def _first(batches: Batches) -> list[Feed]:
+    """Return the first batches of an iterator, up to the limits; the next pass still begins with them."""
+    feeds = batches.peek(1)
+    while sum(map(samples_in, feeds)) < MAX_SAMPLES and sum(map(_nbytes, feeds)) < MAX_SAMPLE_BYTES:
+        more = batches.peek(len(feeds) + 1)
+        if len(more) == len(feeds):
+            break
+        feeds = more
+    return feeds
+
+
+def _nbytes(feed: Feed) -> int:
+    return sum(array.nbytes for array in feed.values())
+
+
+def _computes_each_sample(model: ModelProto, feed: Feed) -> bool:
+    """Whether the model computes the same outputs for the first sample of a batch as for the whole batch."""
+    session = make_session(model)
+    with ort_errors():
+        whole = session.run(None, feed)
+        one = session.run(None, {name: array[:1] for name, array in feed.items()})
+    return all(_is_first(a, b, samples_in(feed)) for a, b in zip(one, whole, strict=True))
+
+
+def _is_first(one: Any, whole: Any, count: int) -> bool:  # noqa: ANN401 - outputs may be sequences or maps
+    """Whether ``one`` is the first of ``count`` rows of ``whole``, but for rounding."""
+    if not isinstance(one, np.ndarray) or one.shape != (1, *whole.shape[1:]) or whole.shape[:1] != (count,):
+        return False
+    if one.dtype.kind != "f":
+        return bool((one == whole[:1]).all())
+    largest = float(np.abs(whole).max(initial=0.0))
+    return bool(np.allclose(one, whole[:1], rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True))
