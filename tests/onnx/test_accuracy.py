@@ -175,18 +175,22 @@ def test_float_fallback_searches_again_after_each_layer():
     noise = Mock(spec=NoiseByLayer, count=1)
     alone = {"a": 8.0, "b": 1.0, "c": 0.4, "d": 0.1}  # b and c stand out only after a is in float
     noise.noise_without.side_effect = lambda names=(), *_: sum(alone.values()) - sum(alone[name] for name in names)
-    noise.noise_of.side_effect = noise.noise_without
+    noise.noise_of.side_effect = lambda changed: noise.noise_without(changed.names)
     noise.noise.side_effect = lambda names: sum(alone[name] for name in names)
     noise.worst.side_effect = lambda share, kept: [
         name for name in alone if alone[name] >= share * noise.noise_without(kept)
     ]
     rows = [LayerPlan(name, "Conv", nbytes_before=1) for name in alone]
     plan = Mock(layers=[*rows, LayerPlan("large", "Conv")], nbytes_before=1000)
-    shares = choose_float(noise, plan, list)
-    assert list(shares) == ["a", "b", "c", "d"]
-    assert sum(shares.values()) == pytest.approx(1)
+
+    def replan(names):
+        return Mock(names=names, quantized=set(alone) - set(names))
+
+    shares = choose_float(noise, plan, replan)
+    assert list(shares) == ["a", "b", "c"], "one layer remains quantized"
+    assert sum(shares.values()) == pytest.approx(9.4 / 9.5)
     plan.nbytes_before = 25  # a tenth of it holds two layers
-    assert list(choose_float(noise, plan, list)) == ["a", "b"]
+    assert list(choose_float(noise, plan, replan)) == ["a", "b"]
 
 
 def test_a_gemm_before_an_activation_keeps_its_integer_kernel():

@@ -1,5 +1,7 @@
 """A bug in a pass becomes a DetentError with the pass and the node; errors of the caller are not changed."""
 
+import json
+
 import numpy as np
 import pytest
 from onnx_graphs import Maker, conv_chain, images, rows
@@ -7,7 +9,7 @@ from onnx_graphs import Maker, conv_chain, images, rows
 import detent as dt
 import detent.onnx as qo
 from detent.onnx import accuracy_passes, pipeline, quantized_graph
-from detent.onnx.pass_errors import running
+from detent.onnx.pass_errors import listening, running
 
 PASSES = {
     "load_model": "loading",
@@ -108,3 +110,15 @@ def test_a_weight_with_nan_is_named(tmp_path):
     y = m.matmul("x", 16, 4, name="fc", weight=np.full((16, 4), np.nan, np.float32))
     with pytest.raises(dt.RangeError, match=r"weight 'c0' of layer 'fc': .*not finite in 64 of "):
         qo.quantize(m.model([("x", [1, 6, 16])], [y]), tmp_path / "q.onnx", rows(2), "w8a16", progress=False)
+
+
+def test_a_report_has_the_time_of_each_pass(tmp_path):
+    report = qo.quantize(conv_chain(), tmp_path / "q.onnx", images(2), progress=False)
+    assert {"loading", "calibration", "choosing ranges", "float fallback", "rewriting", "writing"} <= set(report.passes)
+    assert 0 < sum(report.passes.values()) <= report.seconds
+    assert json.loads(report.to_json())["passes"] == report.passes
+    names = []
+    with listening(lambda name, seconds: names.append((name, seconds))):
+        fast = qo.decide(conv_chain(), images(2), progress=False, effort="fast")
+    assert fast.layers
+    assert {name for name, _ in names} < set(report.passes), "fast has fewer passes"

@@ -46,6 +46,7 @@ __all__ = ["EXAMPLE", "HELP", "run"]
 
 HELP = """Quantize and evaluate an ONNX model, and list sensitive layers."""
 EXAMPLE = "detent quantize model.onnx --data calibration.npz --report report.html"
+MAX_PASSES_SHOWN, MIN_SHARE = 4, 0.05  # number of passes whose share of the time is printed, and the smallest share
 MAX_STEPS_SHOWN = 6  # at most this many accuracy steps are printed; --json has all of them
 SUMMARY_COLUMNS = 80
 LARGEST_SEED = (1 << 63) - 1
@@ -110,7 +111,7 @@ def run(
         typer.Option(
             "--effort",
             metavar="NAME",
-            help="fast, balanced or best: how much to measure before choosing.",
+            help="Search: fast, balanced or best.",
             rich_help_panel=ACCURACY,
         ),
     ] = "balanced",
@@ -248,14 +249,16 @@ def _run(
     """Quantize, evaluate and write the report."""
     import detent.evaluate as qe  # noqa: PLC0415 - already loaded
     import detent.onnx as qo  # noqa: PLC0415
+    from detent.onnx.pass_errors import listening  # noqa: PLC0415
 
     data = None if split is None else split.calibration
     batches = "" if data is None else f" with {counted(data.count or 0, 'batch', ',')}"
     screen.note(f"quantizing {source.path}{batches}")
-    with screen.progress("calibrating") as step:
+    with screen.progress("calibrating") as step, listening(screen.passed):
         # If nothing is held out, the evaluation runs on the calibration batches anyway.
         compare = split is not None and split.is_held_out
         result = qo.quantize(source, output, data, progress=step, compare=compare, **options)
+    _note_passes(screen, result.passes)
     try:
         if split is not None:
             screen.note(f"evaluating on {split}")
@@ -370,6 +373,14 @@ def _document(
         "sensitive_layers": [{**layer, "flag": skip_flag(layer["layer"])} for layer in document["sensitive_layers"]],
         "report": None if report is None else str(report),
     }
+
+
+def _note_passes(screen: Screen, passes: Mapping[str, float]) -> None:
+    """Print the passes that took the most time, with their shares of the time."""
+    total = max(sum(passes.values()), 1e-9)
+    longest = [name for name in sorted(passes, key=lambda name: -passes[name]) if passes[name] >= MIN_SHARE * total]
+    shares = ", ".join(f"{name} {passes[name] / total:.0%}" for name in longest[:MAX_PASSES_SHOWN])
+    screen.note(f"quantized in {total:.1f} s: {shares}")
 
 
 def _note_steps(screen: Screen, steps: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ __all__ = ["Screen", "hide_log", "show_log", "visible"]
 
 MIN_NAME_COLUMNS, MIN_TEXT_COLUMNS = 20, 12  # minimum widths if wrapped: of the first column, and of other columns
 GAP_COLUMNS = 2
+MIN_SECONDS_SHOWN = 0.05  # shorter passes get no line
 # Control characters C0, DEL and C1, which a terminal would interpret. Line ends are not escaped.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
 _CONTROL_IN_CELLS = {**_CONTROL, ord("\n"): "\\n"}
@@ -64,6 +65,11 @@ class Screen:
         """Print a warning on stderr."""
         if not self.quiet:
             self._err.print(f"warning: {visible(text)}", style="yellow", soft_wrap=True)
+
+    def passed(self, name: str, seconds: float) -> None:
+        """Print a line about a pass that has ended, if there is no terminal for a progress bar."""
+        if not self._err.is_terminal and seconds >= MIN_SECONDS_SHOWN:
+            self.note(f"{name}: {seconds:.1f} s")
 
     def table(
         self,

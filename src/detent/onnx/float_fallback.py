@@ -6,6 +6,7 @@ float if all of these conditions hold:
 - Quantizing only this layer causes at least a quarter of the remaining noise.
 - All layers kept in float hold at most a tenth of the model's weight bytes.
 - Keeping the layer in float removes at least a tenth of the remaining noise.
+- Another layer remains quantized.
 
 The last condition matters if the noise is as large as the signal, because the errors of several layers may then cancel.
 With less noise, the noise of a group of layers is about the sum of the layers' noise. So groups of layers are measured
@@ -66,8 +67,9 @@ def choose_float(
         if not alone:
             break
         name = max(alone, key=lambda name: alone[name] / sizes[name])
-        without = noise.noise_of(replan([*kept, name]))
-        if without < MAX_REMAINING_NOISE * remaining:
+        changed = replan([*kept, name])
+        without = noise.noise_of(changed)
+        if changed.quantized and without < MAX_REMAINING_NOISE * remaining:
             kept[name] = (remaining - without) / total
             remaining, spare = without, spare - sizes[name]
         else:

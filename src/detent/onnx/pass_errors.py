@@ -1,14 +1,16 @@
-"""Errors for bugs in a pass of ``qo.quantize``; the messages name the pass and, if known, the node or tensor.
+"""The passes of ``qo.quantize``: the time that each takes, and errors for bugs in them.
 
-A bug is an exception that was not raised on purpose. DetentErrors, system errors (memory, disk) and errors in the
-caller's code, such as data that fails to load, are not bugs.
+The message about a bug names the pass and, if known, the node or tensor. A bug is an exception that was not raised on
+purpose. DetentErrors, system errors (memory, disk) and errors in the caller's code, such as data that fails to load,
+are not bugs.
 """
 
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from traceback import walk_tb
 from types import FrameType
 
@@ -18,13 +20,30 @@ from detent.errors import DetentError
 from detent.onnx_model import batches
 from detent.onnx_model.graph import describe
 
-__all__ = ["running"]
+__all__ = ["listening", "running"]
 
 _log = logging.getLogger(__name__)
+
+_listeners: ContextVar[tuple[Callable[[str, float], object], ...]] = ContextVar("_listeners", default=())
 
 _DELIBERATE = (DetentError, OSError, MemoryError, ImportError, Warning)
 _CALLED = frozenset({"numpy", "onnx", "onnxruntime", "google", *sys.stdlib_module_names})  # called by detent
 _VARIABLES = ("node", "layer", "line", "placement", "tensor")  # local variables that name the current node or tensor
+
+
+@contextmanager
+def listening(listener: Callable[[str, float], object]) -> Iterator[None]:
+    """Call ``listener(name, seconds)`` after each pass that runs inside the with block.
+
+    >>> with listening(lambda name, seconds: print(name, seconds < 60)), running("calibration"):
+    ...     pass
+    calibration True
+    """
+    token = _listeners.set((*_listeners.get(), listener))
+    try:
+        yield
+    finally:
+        _listeners.reset(token)
 
 
 @contextmanager
@@ -41,7 +60,10 @@ the model if you can share it
     start = time.perf_counter()
     try:
         yield
-        _log.info("%s took %.2f s", name, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        _log.info("%s took %.2f s", name, seconds)
+        for listener in _listeners.get():
+            listener(name, seconds)
     except _DELIBERATE:
         raise
     except Exception as error:

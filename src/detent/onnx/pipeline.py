@@ -31,7 +31,7 @@ from detent.onnx.calibration import Progress
 from detent.onnx.decisions import Decisions
 from detent.onnx.graph_plan import GraphPlan, Preference, RecipeLike, plan
 from detent.onnx.normal_form import needed_opset, to_normal_form
-from detent.onnx.pass_errors import running
+from detent.onnx.pass_errors import listening, running
 from detent.onnx.quality_warnings import QuantizeWarning, quantize_warnings
 from detent.onnx.quantized_graph import layer_decisions, rewrite
 from detent.onnx_model.batches import Batches, BatchSource, open_batches, samples_in
@@ -124,6 +124,7 @@ class QuantizeReport:
         not_compared: why an output was not compared on some batches, by output name.
         warnings: low accuracy, a larger file, suspicious data, layers in float; ``detent.evaluate`` also checks speed.
         samples: number of calibration samples.
+        passes: maps the name of each pass to its wall time in seconds.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
@@ -149,6 +150,7 @@ class QuantizeReport:
     not_compared: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[QuantizeWarning, ...] = ()
     samples: int = 0
+    passes: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values; numbers may be infinite."""
@@ -165,6 +167,7 @@ class QuantizeReport:
             "steps": list(self.steps),
             "hints": list(self.hints),
             "warnings": [each._asdict() for each in self.warnings],
+            "passes": dict(self.passes),
             **{name: getattr(self, name) for name in names},
         }
 
@@ -284,17 +287,20 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     rules, target = get_recipe(recipe), get_target(target)
     path = _output_path(model, output, recipe)
     check_directory(path.parent)
-    original = _load(model)
-    run = RunOptions(memory_budget, progress, resume_file)
-    decided = _decide(original, data, rules, target, options, run, force=force)
-    with running("rewriting"):
-        quantized = rewrite(original, decided.decisions)
-    samples = decided.samples if compare else ()
-    with running("comparing outputs"):
-        names = array_outputs(quantized) if samples else []
-        comparison = compare_outputs(original, quantized, names, samples) if names else OutputComparison(())
-    with running("writing"):
-        return _finish(path, decided, original.nbytes, quantized, comparison, start)
+    passes: dict[str, float] = {}
+    with listening(lambda name, seconds: passes.update({name: passes.get(name, 0.0) + seconds})):
+        original = _load(model)
+        run = RunOptions(memory_budget, progress, resume_file)
+        decided = _decide(original, data, rules, target, options, run, force=force)
+        with running("rewriting"):
+            quantized = rewrite(original, decided.decisions)
+        samples = decided.samples if compare else ()
+        with running("comparing outputs"):
+            names = array_outputs(quantized) if samples else []
+            comparison = compare_outputs(original, quantized, names, samples) if names else OutputComparison(())
+        with running("writing"):
+            report = _finish(path, decided, original.nbytes, quantized, comparison, start)
+    return replace(report, passes=dict(passes))
 
 
 def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path:
