@@ -634,7 +634,7 @@ SPEC = dt.QuantSpec("int8", qmin=-100).to_dict()
             holding(
                 weight={**SPEC, "convention": {**SPEC["convention"], "zero_range": {"kind": "eps", "value": 10**400}}}
             ),
-            "zero range",
+            "ZeroRange",
         ),
         (holding(weight={**SPEC, "scale_format": []}), "scale_format"),
         (holding(weight={**SPEC, "qmin": float("nan")}), "NaN"),

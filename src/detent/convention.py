@@ -40,7 +40,7 @@ _PRESETS: dict[str, "Convention"] = {}
 
 @dataclass(frozen=True)
 class ZeroRange:
-    """Rule for ranges of width zero.
+    """Rule for the scale and zero point of a range of width zero.
 
     ============ ==========================================================================
     unit         scale 1; zero point nearest to 0 (affine), or fixed by the spec (symmetric)
@@ -58,14 +58,14 @@ class ZeroRange:
         kinds = get_args(ZeroRangeKind)
         if self.kind not in kinds:
             raise SpecError(
-                f"unknown zero range {self.kind!r}{closest(str(self.kind), kinds)} expected {', '.join(kinds)}"
+                f"unknown kind {self.kind!r} of ZeroRange{closest(str(self.kind), kinds)} expected {', '.join(kinds)}"
             )
         if isinstance(self.value, bool) or not isinstance(self.value, int | float):
-            raise SpecError(f"got {self.value!r} as value of a zero range, expected a number")
+            raise SpecError(f"got value={self.value!r} for ZeroRange({self.kind!r}), expected a number")
         needs_value = self.kind in {"eps", "width"}
         if not (0.0 < self.value <= sys.float_info.max if needs_value else self.value == 0):
-            expected = "a positive finite value" if needs_value else "no value: leave it out"
-            raise SpecError(f"got value {self.value!r} for zero range {self.kind!r}, expected {expected}")
+            expected = "a positive finite value" if needs_value else "no value: leave out value="
+            raise SpecError(f"got value={self.value!r} for ZeroRange({self.kind!r}), expected {expected}")
         object.__setattr__(self, "value", float(self.value))
 
 
@@ -113,7 +113,7 @@ class Convention:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
-            raise SpecError(f"got {self.name!r} as name of a convention, expected an identifier such as 'my_runtime'")
+            raise SpecError(f"got name={self.name!r} for a convention, expected an identifier such as 'my_runtime'")
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
             if value not in choices:

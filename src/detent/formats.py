@@ -72,7 +72,7 @@ class Format:
 
     @cached_property
     def finite_levels(self) -> tuple[float, ...]:
-        """The finite values that encoding rounds to, ascending; for floats, only the nonnegative values."""
+        """The finite values to which encoding rounds, in ascending order; for floats, without negative values."""
         return tuple(value for value in self.magnitudes if -inf < value < inf)
 
     @cached_property
@@ -92,7 +92,7 @@ def _integer(bits: int, *, signed: bool) -> Format:
 def _float_format(name: str, *, exponent: int, mantissa: int, specials: tuple[float, ...], onnx: str) -> Format:
     """Make a float format: a sign bit, ``exponent`` bits with bias 2^(exponent-1)-1, ``mantissa`` bits.
 
-    ``specials`` are the values that are not finite; the last codes whose sign bit is 0 have these values.
+    ``specials`` (infinity or NaN) are the values of the codes that follow the code of the largest finite number.
     """
     bias = (1 << (exponent - 1)) - 1
     finite = (1 << (exponent + mantissa)) - len(specials)
@@ -145,7 +145,7 @@ def get_format(value: Format | str) -> Format:
     if isinstance(value, Format):
         return value
     if not isinstance(value, str):
-        raise DtypeError(f"got {value!r} as format, expected a dt.Format or its name: for example dt.int8 or 'int8'")
+        raise DtypeError(f"got {value!r} as format, expected a dt.Format or the name of one, such as dt.int8 or 'int8'")
     if value not in FORMATS:
         raise SpecError(f"unknown format {value!r}{closest(value, FORMATS)} expected {FORMAT_NAMES}")
     return FORMATS[value]

@@ -99,7 +99,7 @@ class QuantSpec:
             rounding = get_rounding(given)
             if not self.format.is_integer and rounding != half_even:
                 raise SpecError(
-                    f"got rounding {rounding}, but {self.format.name} rounds half to even: leave rounding out"
+                    f"got rounding={rounding}, but {self.format.name} rounds half to even: leave out rounding="
                 )
             return rounding
         return self.convention.rounding if self.format.is_integer else half_even
@@ -297,7 +297,9 @@ def _parse_part(text: str, part: str) -> tuple[str, object]:
 
 def _get_element(value: Format | str) -> Format:
     if isinstance(value, str) and (value in NAMED_SPECS or "/" in value):
-        raise SpecError(f"got the spec {value!r}, expected a format: use dt.QuantSpec.parse({value!r})")
+        raise SpecError(
+            f"got the spec {value!r} as format=, expected a format: to make a spec, use dt.QuantSpec.parse({value!r})"
+        )
     return get_format(value)
 
 
@@ -316,13 +318,13 @@ def _check_range(spec: QuantSpec) -> None:
     if not form.is_integer:
         if (spec.qmin, spec.qmax) != (form.qmin, form.qmax):
             raise SpecError(
-                f"got the range [{spec.qmin}, {spec.qmax}], but {form.name} has the fixed range [{form.qmin}, "
-                f"{form.qmax}]: leave qmin and qmax out"
+                f"got qmin={spec.qmin} and qmax={spec.qmax}, but {form.name} has the fixed range [{form.qmin}, "
+                f"{form.qmax}]: leave out qmin= and qmax="
             )
         return
     if not form.qmin <= spec.qmin < spec.qmax <= form.qmax:
         raise SpecError(
-            f"got qmin {spec.qmin} and qmax {spec.qmax}, expected qmin < qmax in the range [{form.qmin}, {form.qmax}] "
+            f"got qmin={spec.qmin} and qmax={spec.qmax}, expected qmin < qmax in the range [{form.qmin}, {form.qmax}] "
             f"of {form.name}"
         )
 
@@ -330,13 +332,13 @@ def _check_range(spec: QuantSpec) -> None:
 def _check_symmetry(spec: QuantSpec) -> None:
     if not spec.symmetric:
         if not spec.format.is_integer:
-            raise SpecError(f"got symmetric=False, but {spec.format.name} has no zero point: leave symmetric out")
+            raise SpecError(f"got symmetric=False, but {spec.format.name} has no zero point: leave out symmetric=")
         return
     zero_point = spec.symmetric_zero_point
     if not spec.qmin <= zero_point <= spec.qmax or spec.qmax - zero_point < 1:
         raise SpecError(
             f"a symmetric {spec.format.name} spec with codes in [{spec.qmin}, {spec.qmax}] and zero point {zero_point} "
-            "cannot represent positive values: use symmetric=False, more bits or a different range"
+            "cannot represent positive values: use symmetric=False, more bits, or different qmin= and qmax="
         )
 
 

@@ -481,7 +481,7 @@ def test_decisions_are_frozen():
 def test_layers_in_float_need_a_name_and_a_reason():
     _, decisions = chain()
     assert not decisions.with_layers_in_float("first", "by hand").layers[0].is_quantized
-    with pytest.raises(SpecError, match="reason is empty"):
+    with pytest.raises(SpecError, match="reason= is empty"):
         decisions.with_layers_in_float(["first"], "")
 
 

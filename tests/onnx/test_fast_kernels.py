@@ -272,5 +272,5 @@ def test_weights_of_few_bits_are_signed():
 
 
 def test_an_unknown_preference():
-    with pytest.raises(SpecError, match="prefer must be one of speed, balanced, accuracy, got 'size'"):
+    with pytest.raises(SpecError, match="got prefer='size', expected one of speed, balanced, accuracy"):
         qo.decide(conv_chain(), images(2), prefer="size")

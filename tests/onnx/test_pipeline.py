@@ -353,7 +353,7 @@ def test_where_nothing_is_quantized_no_file_is_written(tmp_path):
         "no layer was quantized, so no file is written: group size 128 does not divide 16 (weight shape"
     )
     assert "(layer 0 with a name that is quite lon..., layer 1" in message
-    assert "..., 4 more); a matmul of two activations (scores). Change recipe w4a16-g128, the target or skip" in message
+    assert "..., 4 more); a matmul of two activations (scores). Change recipe w4a16-g128, target= or skip=" in message
     with pytest.raises(dt.UnsupportedError, match="no layer was quantized"):
         qo.decide(model, rows(1), dt.Recipe([]), progress=False)
     assert not list(tmp_path.iterdir())

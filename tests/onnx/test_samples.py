@@ -114,5 +114,5 @@ def test_every_effort_gives_a_verified_file(effort):
 
 
 def test_an_unknown_effort_is_rejected():
-    with pytest.raises(dt.SpecError, match="effort must be one of fast, balanced, best, got 'low'"):
+    with pytest.raises(dt.SpecError, match="got effort='low', expected one of fast, balanced, best"):
         qo.decide(conv_chain(), images(2), effort="low")

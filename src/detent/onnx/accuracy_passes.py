@@ -14,7 +14,8 @@ float fallback          which noisy layers stay in float (``float_fallback``)
 bias correction         new biases (``bias_correction``)
 ======================= ===========================================================================================
 
-A pass that changes the model is kept only if it lowers the noise at the outputs, on samples that it was not fitted to.
+A pass that changes the model is kept only if it lowers the noise at the outputs. This is measured on samples to which
+the pass was not fitted.
 ``effort`` says how much is measured: "fast" measures nothing at the outputs, "best" uses more samples of large models.
 """
 
@@ -85,8 +86,8 @@ FALLBACK_REASON = "float fallback: it alone causes over a quarter of the output 
 class Search(NamedTuple):
     """Amount of measurement at the outputs of the model.
 
-    ``multiplications`` limits the samples on which candidates are compared: each measurement runs the model on as many
-    samples as need so many multiplications, and on at least two. 0 measures nothing.
+    ``multiplications`` limits the samples on which candidates are compared. A measurement runs the model on as many
+    samples as this number of multiplications allows, but at least on two. 0 means that nothing is measured.
     """
 
     multiplications: float
@@ -120,16 +121,16 @@ class Options:
     def __post_init__(self) -> None:
         skip = (self.skip,) if isinstance(self.skip, str) or not isinstance(self.skip, Iterable) else tuple(self.skip)
         if not all(isinstance(name, str) for name in skip):
-            raise SpecError(f"skip must hold layer names or glob patterns, got {self.skip!r}")
+            raise SpecError(f"got skip={self.skip!r}, expected layer names or glob patterns")
         object.__setattr__(self, "skip", skip)
         object.__setattr__(self, "seed", as_integer("seed", self.seed, at_least=0))
         if self.prefer not in PREFERENCES:
-            raise SpecError(f"prefer must be one of {', '.join(PREFERENCES)}, got {self.prefer!r}")
+            raise SpecError(f"got prefer={self.prefer!r}, expected one of {', '.join(PREFERENCES)}")
         if self.effort not in EFFORTS:
-            raise SpecError(f"effort must be one of {', '.join(EFFORTS)}, got {self.effort!r}")
+            raise SpecError(f"got effort={self.effort!r}, expected one of {', '.join(EFFORTS)}")
         if self.keep_float not in {"auto", "none"}:
             raise SpecError(
-                f"keep_float must be 'auto' or 'none', got {self.keep_float!r}; to keep chosen layers in float, pass "
+                f"got keep_float={self.keep_float!r}, expected 'auto' or 'none'; to keep chosen layers in float, pass "
                 "their names as skip="
             )
 
@@ -357,7 +358,7 @@ def _min_max_noises(
 ) -> tuple[float, float]:
     """Measure the noise at the outputs before and after the pass ``name``, with min-max ranges; 0 without samples.
 
-    ``before`` is the noise before the pass, if it was measured already.
+    ``before`` is the noise before the pass; None if it is not known yet.
     """
     if not samples:
         return 0.0, 0.0
@@ -386,7 +387,7 @@ def _less_noise(
     samples: Sequence[Feed],
     rewritten: Callable[[Decisions], ModelProto],
 ) -> Decisions:
-    """Return the decisions whose quantized model has less noise at the outputs; ``corrected`` if they are equal."""
+    """Return the decisions whose quantized model has less noise at the outputs; ``corrected`` if the noise is equal."""
     names = array_outputs(model)
     if not names:
         return corrected
@@ -422,8 +423,8 @@ def reject_empty(graph_plan: GraphPlan) -> None:
     why = f"{'; '.join(reasons[:MAX_REASONS_SHOWN])}{more}"
     recipe = f"recipe {graph_plan.recipe.name}" if graph_plan.recipe.name else "the recipe"
     raise UnsupportedError(
-        f"{NOTHING_QUANTIZED}, so no file is written: {why or 'the model has no layers'}. Change {recipe}, the target "
-        "or skip; qo.plan shows their effect on each layer"
+        f"{NOTHING_QUANTIZED}, so no file is written: {why or 'the model has no layers'}. Change {recipe}, target= or "
+        "skip=; qo.plan shows their effect on each layer"
     )
 
 

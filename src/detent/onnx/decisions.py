@@ -7,11 +7,11 @@ the same version of onnx.
 ====================== ===============================================================================================
 target, opset, IR      the runtime that the file is for, and the opset and IR version of the file
 constants              results of constant folding by ONNX Runtime; another machine may round them differently
-layers                 for each layer, specs, weight scales and corrected bias, or why it is kept in float
+layers                 for each layer, specs, weight scales and corrected bias, or why the layer is kept in float
 equalized, smoothed    factors of cross-layer equalization and of SmoothQuant, in the order of application
 placements, ranges     the tensors with Q/DQ pairs, and their scales and zero points
-onnx_version           version of the onnx package that converted the opset; other versions may differ
-source, data, recipe,  digests and texts for the metadata of the file; they do not change its graph
+onnx_version           version of the onnx package that converted the opset; other versions may convert differently
+source, data, recipe,  digests and texts for the metadata of the file; they do not change the file's graph
 options, written_by
 ====================== ===============================================================================================
 
@@ -158,7 +158,9 @@ class RangeDecision:
         if self.observed_range is not None:
             lo, hi = self.observed_range
             if not (isfinite(lo) and isfinite(hi) and lo <= hi):
-                raise SpecError(f"observed_range must be finite, the smaller number first, got {self.observed_range}")
+                raise SpecError(
+                    f"got observed_range={self.observed_range}, expected finite numbers, the smaller one first"
+                )
             object.__setattr__(self, "observed_range", (float(np.float32(lo)), float(np.float32(hi))))
 
     def params(self, spec: QuantSpec) -> QuantParams:
@@ -254,7 +256,8 @@ class LayerDecision(_ComparedByContent):
             lo, hi = self.input_range
             if bias is None or not (isfinite(lo) and isfinite(hi) and lo <= hi):
                 raise SpecError(
-                    f"{where}: input_range must be finite, the smaller number first, and needs a bias; got ({lo}, {hi})"
+                    f"{where}: got input_range=({lo}, {hi}), expected finite numbers, the smaller one first; "
+                    "if bias= is None, input_range= must be None, too"
                 )
 
     @property
@@ -518,7 +521,7 @@ class Decisions(_ComparedByContent):
         """
         names = (names,) if isinstance(names, str) else names
         if not reason:
-            raise SpecError("reason is empty: pass one, such as 'too sensitive'")
+            raise SpecError("reason= is empty: pass a text such as 'too sensitive'")
         unknown = sorted(set(names) - {each.name for each in self.layers})
         if unknown:
             raise SpecError(f"unknown layers {unknown}: decisions.layers lists the names")

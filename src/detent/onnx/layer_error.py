@@ -73,7 +73,7 @@ class IsolatedLayers:
     """Runs each quantized layer of a plan by itself, on a part of the layer's input in the sample batches.
 
     The whole model runs once per sample to record all layers' inputs, when ``inputs`` is first called for that sample.
-    The more samples there are, the smaller is the part of each.
+    The more samples there are, the smaller is the part of the input that is used in each sample.
     """
 
     def __init__(self, plan: GraphPlan, samples: Sequence[Feed]) -> None:
@@ -101,7 +101,7 @@ class IsolatedLayers:
 def part_of(layer: Layer, x: Array, batches: int = 1) -> Array:
     """Select the part of a layer's input on which errors are measured: rows of a matrix, or blocks of an image.
 
-    If errors are measured on several batches, the part of each is smaller.
+    If errors are measured on several batches, the part of each batch is smaller.
     """
     if layer.node.op_type in MATMULS:
         flat, count = x.reshape(-1, x.shape[-1]), -(-PART_ROWS // batches)
@@ -127,7 +127,7 @@ def _blocks(length: int, side: int) -> NDArray[np.intp]:
 
 
 def _alone(node: NodeProto) -> ModelProto:
-    """Make a model of one convolution, with its weight as an input."""
+    """Make a model of one convolution whose weight is a model input."""
     copy = NodeProto()
     copy.CopyFrom(node)
     del copy.input[:], copy.output[:]
@@ -154,8 +154,8 @@ def power(x: Array) -> float:
 def mean_power(signals: Sequence[Array]) -> float:
     """Compute the mean power of a signal in several samples, to which the noise of all samples is relative.
 
-    So a sample with little power, such as a blank image, does not outweigh others. The SQNR of a report counts noise in
-    the same way.
+    So a sample with little power, such as a blank image, does not outweigh other samples. The SQNR of a report counts
+    noise in the same way.
     """
     return max(sum(map(power, signals)) / max(1, len(signals)), 1e-30)
 
@@ -175,7 +175,7 @@ class ReferenceOutputs:
         return sum(map(len, self._compared))
 
     def leave_out(self, sample: int, quantized: Sequence[Array]) -> None:
-        """Compare only outputs of a sample that have elements and keep their shape in ``quantized``."""
+        """Leave out the outputs of a sample that are empty, are not float32, or have another shape in ``quantized``."""
         pairs = zip(self._outputs[sample], quantized, strict=True)
         same = [old.shape == new.shape and old.size > 0 and old.dtype == np.float32 for old, new in pairs]
         for name, is_same in zip(self.names, same, strict=True):
@@ -186,7 +186,7 @@ class ReferenceOutputs:
     def noise(self, sample: int, quantized: Sequence[Array]) -> list[float]:
         """Compute the noise of each compared output of a sample, relative to the mean power of the output.
 
-        If the shape of an output differs, its result is 1.
+        If the shape of a quantized output differs from that of the float output, the noise is 1.
         """
         pairs = ((i, self._outputs[sample][i], quantized[i]) for i in self._compared[sample])
         return [noise(old, new) / self._powers[i] if old.shape == new.shape else 1.0 for i, old, new in pairs]
@@ -210,9 +210,10 @@ class Switch:
 class SwitchableModel:
     """A model whose layers can be quantized one by one, in one session.
 
-    Weights are inputs of the session, so each run can replace them. ``weights`` maps a label for each weight to the
-    layers that share the weight. Each Q/DQ pair of an activation has a switch, and saturates as in a quantized file.
-    Scales and zero points of activations are inputs too, except if the pair has a Clip, whose bounds depend on them.
+    Weights are inputs of the session, so each call of ``run`` can replace them. ``weights`` maps a label for each
+    weight to the layers that share the weight. Each Q/DQ pair of an activation has a switch, and saturates as in a
+    quantized file. Scales and zero points of activations are inputs too, except if the pair has a Clip, whose bounds
+    depend on them.
     """
 
     def __init__(
@@ -255,11 +256,11 @@ class SwitchableModel:
         return QdqParams.of(params, self._target.activation_container(params.spec.format), 0)
 
     def can_replace(self, flag: str) -> bool:
-        """Whether a run can replace the parameters of a Q/DQ pair."""
+        """Whether scale and zero point of the Q/DQ pair of ``flag`` are inputs, so that ``run`` can replace them."""
         return _param_inputs(flag)[0] in self._params
 
     def set_params(self, flag: str, params: QuantParams) -> None:
-        """Replace the parameters of a Q/DQ pair in all further runs."""
+        """Replace the parameters of the Q/DQ pair of ``flag`` in all further calls of ``run``."""
         self._params |= _stored(flag, self._qparams(params))
 
     def run(
@@ -272,7 +273,7 @@ class SwitchableModel:
     ) -> list[Array]:
         """Compute outputs with some weights replaced and some Q/DQ pairs turned on.
 
-        ``params`` replaces the parameters of Q/DQ pairs, by flag.
+        ``params`` maps flags to parameters, which replace those of the flags' Q/DQ pairs in this call only.
         """
         if not names:  # for an empty list, ONNX Runtime would compute all outputs
             return []
@@ -306,7 +307,7 @@ def _insert_switch(
 ) -> None:
     """Make some nodes read a tensor through a Q/DQ pair if the switch's flag is set.
 
-    ``names`` are the inputs with scale and zero point; None for constants.
+    ``names`` are the inputs with scale and zero point; None if these are constants.
     """
     writer, stem = QdqWriter(graph), switch.reader or switch.tensor
     pair = writer.pair(switch.tensor, stem, names or writer.parameters(stem, qparams), qparams)

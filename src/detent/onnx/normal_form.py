@@ -49,7 +49,7 @@ def needed_opset(*, low_bits: bool) -> int:
 def convert(
     model: ModelProto, opset: int, feed: Mapping[str, NDArray[Any]] | None = None, ir_version: int | None = None
 ) -> ModelProto:
-    """Convert a model to ``opset`` if its own is older, and set an IR version that runtimes can read."""
+    """Convert a model to ``opset`` if the model's opset is older, and set an IR version that runtimes can read."""
     own_opset = Graph(model).opset
     converted = model
     if own_opset < opset:
@@ -125,12 +125,13 @@ def prepare(
     feed: Mapping[str, NDArray[Any]] | None = None,
     force: bool = False,
 ) -> ModelProto:
-    """Return a copy of a model in normal form, for ``qo.plan``.
+    """Return a copy of a model in the form that ``qo.plan`` needs: unique names, batch norms folded, a recent opset.
 
     Args:
         source: a path or a model.
         low_bits: True for 4-bit, 16-bit or per-group Q/DQ nodes, which need opset 21.
-        feed: model inputs by name. If the opset is converted, both models run on them, and their outputs are compared.
+        feed: model inputs by name. If the opset is converted, the model runs on them before and after, and the outputs
+            are compared.
         force: accept a model that is already quantized.
 
     Raises:
@@ -146,7 +147,7 @@ def prepare(
 
 
 class NormalForm(NamedTuple):
-    """A model in normal form, and its computed constants that another machine may round differently."""
+    """A model from ``to_normal_form``, and its computed constants that another machine may round differently."""
 
     model: ModelProto
     constants: Mapping[str, NDArray[Any]]
@@ -161,7 +162,7 @@ def to_normal_form(
     feed: Mapping[str, NDArray[Any]] | None = None,
     force: bool = False,
 ) -> NormalForm:
-    """Convert a model from ``load`` to normal form; the model may be changed in place."""
+    """Convert a model from ``load`` to the form at the top of this module; the model may be changed in place."""
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     _check_supported(model, force=force)
@@ -254,7 +255,7 @@ def _drop_identities(graph: Graph) -> None:
 
 
 def _transpose_weights(graph: Graph) -> None:
-    """Store Gemm weights in the layout of MatMul, (inputs, outputs); runtimes need it for per-group scales."""
+    """Store Gemm weights in the layout of MatMul, (inputs, outputs); runtimes need this for per-group scales."""
     for node in graph.nodes:
         transposed = [each for each in node.attribute if each.name == "transB" and each.i]
         if node.op_type != "Gemm" or not transposed or node.input[1] not in graph.constants:
@@ -318,7 +319,7 @@ def _bias_after(graph: Graph, node: NodeProto) -> NodeProto | None:
 
 
 def _compute_constants(graph: Graph, decided: Mapping[str, NDArray[Any]] | None) -> dict[str, NDArray[Any]]:
-    """Replace nodes that read only constants by their results.
+    """Replace nodes that read only constants by the results of these nodes.
 
     Returns the results that another machine may round differently. ``decided`` are such results from existing
     decisions; they replace the computed ones.
@@ -400,13 +401,13 @@ def _check_decided(
             )
         if not _is_rounded(expected, value, adds=name in adding):
             raise SpecError(
-                f"decisions: constant {name!r} must equal the result that the model computes, up to {MAX_ULP} ulp: "
+                f"decisions: constant {name!r} must equal the tensor of this name in the model, up to {MAX_ULP} ulp: "
                 "call qo.decide again"
             )
 
 
 def _is_rounded(computed: NDArray[Any], value: NDArray[Any], *, adds: bool) -> bool:
-    """Whether values equal the computed ones up to rounding; sums may also differ by their accumulation order."""
+    """Whether ``value`` equals ``computed`` up to rounding; sums may also differ by their accumulation order."""
     finite = np.isfinite(computed)
     if not np.array_equal(value[~finite], computed[~finite], equal_nan=True) or not np.isfinite(value[finite]).all():
         return False
@@ -418,7 +419,7 @@ def _is_rounded(computed: NDArray[Any], value: NDArray[Any], *, adds: bool) -> b
 
 
 def _evaluate(graph: Graph, nodes: list[NodeProto], outputs: list[str]) -> dict[str, NDArray[Any]]:
-    """Compute outputs of constant nodes, except those that fail; computes none if the nodes read too many bytes."""
+    """Compute outputs of constant nodes, except outputs that fail; computes none if the nodes read too many bytes."""
     read = {name for node in nodes for name in node.input if name in graph.constants}
     if not outputs or sum(array_of(graph.constants[name]).nbytes for name in read) > MAX_FOLDED_BYTES:
         return {}

@@ -5,13 +5,13 @@ output of a quantized Conv or Gemm, or of the Relu or Clip after that layer. It 
 LeakyRelu, average pools and Concat. A tensor of a chain has one Q/DQ pair, which all nodes that read the tensor share.
 
 A tensor outside of chains gets a Q/DQ pair only for the quantized layers that read it. So the input of a MatMul is
-quantized, and its output is not. Attention, normalization and activation functions are kept in float. A tensor on which
-no quantized layer depends is also kept in float.
+quantized, and the output of the MatMul is not. Attention, normalization and activation functions are kept in float. A
+tensor on which no quantized layer depends is also kept in float.
 
 The output of an operator that only moves data (MaxPool, Reshape, Transpose, ...) has the parameters of its input. A
-multiplication by a positive constant keeps the codes and changes only the scale, at no run-time cost. Other constants
-in a chain get a Q/DQ pair for the operator that reads them. So do gates from outside the chain, such as the sigmoid of
-a squeeze-and-excitation block.
+multiplication by a positive constant keeps the codes and changes only the scale, at no run-time cost. Other scalar
+constants in a chain get a Q/DQ pair for the operator that reads them. So do gates from outside the chain, such as the
+sigmoid of a squeeze-and-excitation block.
 """
 
 from collections.abc import Collection, Mapping
@@ -45,7 +45,8 @@ def place_quantizers(
 ) -> list[QuantizerPlacement]:
     """Place the Q/DQ pairs of activations, in graph order.
 
-    If ``ranges`` of activations are passed, a Concat whose inputs have very different ranges ends a chain.
+    If ``ranges`` of activations are passed, a Concat whose inputs have very different ranges ends a chain (see the
+    module docstring).
     The outputs of ``last_layers`` are quantized, although they lead to no quantized layer.
     """
     return _Placer(graph, layers, specs, ranges, last_layers).run()
@@ -115,7 +116,7 @@ class _Placer:
         return placements
 
     def _needs_codes(self, node: NodeProto, bound: NodeProto | None) -> bool:
-        """Whether the output of a node in a chain is quantized."""
+        """Whether the output of a node in a chain (see the module docstring) is quantized."""
         result = node.output[0] if bound is None else bound.output[0]
         if id(node) in self.last_nodes:
             return result not in self.graph.captured
@@ -126,12 +127,12 @@ class _Placer:
         return id(node) in self.last_nodes and spec.bits < LAST_SPEC.bits
 
     def _finest_spec(self, tensor: str, default: QuantSpec) -> QuantSpec:
-        """Return the input spec with the most bits among the layers that read a tensor."""
+        """Return the input spec with the most bits among the layers that read a tensor; ``default`` if none do."""
         specs = [self.specs[name] for name in self.readers.get(tensor, ())]
         return max(specs, key=lambda spec: spec.bits, default=default)
 
     def _bound_after(self, node: NodeProto) -> NodeProto | None:
-        """Return the Relu or Clip that is the only reader of a node's output, if its lower bound is 0; else None."""
+        """Return the only node that reads a node's output, if it is a Relu or a Clip with lower bound 0; else None."""
         result = node.output[0]
         readers = self.graph.consumers(result)
         if len(readers) != 1 or readers[0].op_type not in {"Relu", "Clip"} or result in self.graph.outputs:
@@ -144,7 +145,7 @@ class _Placer:
         return any(name in self.graph.outputs or name in self.graph.captured for name in names)
 
     def _chain_spec(self, node: NodeProto) -> QuantSpec | None:
-        """Return the spec of a node's output in a chain; None outside of chains."""
+        """Return the spec of a node's output if the output is in a chain (see the module docstring); else None."""
         layer = self.by_node.get(id(node))
         if layer is not None and node.op_type in CHAIN_LAYERS:
             return self.specs.get(layer.name)
@@ -174,7 +175,10 @@ class _Placer:
                 self.gate_spec = spec
 
     def _scaled_by(self, node: NodeProto) -> float | None:
-        """Return the positive constant that a node multiplies a tensor of a chain by; None for other nodes."""
+        """Return the positive constant by which a node multiplies a tensor of a chain; None if it does not do so.
+
+        The module docstring explains chains. The result is also None if a float operator reads the product.
+        """
         if node.op_type not in {"Mul", "Div"} or len(node.input) != 2:
             return None
         scalars = [i for i, name in enumerate(node.input) if self._is_scalar(name)]
@@ -224,7 +228,7 @@ def _only_moves(node: NodeProto) -> bool:
 
 
 def _limits(graph: Graph, node: NodeProto) -> Range:
-    """Return the bounds of a Relu or Clip; NaN if they are not constant."""
+    """Return the bounds of a Relu or Clip; NaN for a bound that is not constant."""
     if node.op_type == "Relu":
         return 0.0, np.inf
     limits = []

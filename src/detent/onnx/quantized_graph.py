@@ -1,8 +1,8 @@
 """The quantized graph: ``qo.rewrite`` makes it from decisions, and ``qo.insert`` makes it from a plan.
 
-``rewrite`` needs no data and searches nothing. It brings the model into normal form, applies the factors of cross-layer
-equalization and SmoothQuant, and inserts Q/DQ pairs for activations. Then it stores weights as codes and biases as
-int32 codes, adds the Max nodes of ``ort_workarounds``, and writes the metadata.
+``rewrite`` needs no data and searches nothing. It brings the model into the form that ``normal_form`` describes. It
+applies the factors of cross-layer equalization and SmoothQuant, and inserts Q/DQ pairs for activations. Then it stores
+weights as codes and biases as int32 codes, adds the Max nodes of ``ort_workarounds``, and writes the metadata.
 
 Every step depends only on the model and its decisions. This includes new names, which are numbered in the order of
 insertion. So the same model and decisions give the same bytes. If a new version of detent changes these bytes, it also
@@ -82,7 +82,7 @@ def rewrite(model: ModelSource, decisions: Decisions) -> ModelProto:
 
 
 def float_form(model: ModelSource, decisions: Decisions) -> ModelProto:
-    """Return the float model in normal form, with the factors of equalization and SmoothQuant applied."""
+    """Apply ``to_normal_form`` to the float model, then the factors of equalization and SmoothQuant; returns a copy."""
     if not isinstance(decisions, Decisions):
         raise SpecError(f"decisions must be a qo.Decisions, got {type(decisions).__name__}: call qo.decide")
     original = load_model(model)
@@ -170,7 +170,7 @@ def insert(
 
 
 def _is_normal_form(model: ModelProto) -> bool:
-    """Whether a model is in normal form, so that ``rewrite`` would change nothing before it inserts Q/DQ pairs."""
+    """Whether ``to_normal_form``, the first step of ``rewrite``, would leave a model unchanged."""
     copy = ModelProto()
     copy.CopyFrom(model)
     again = to_normal_form(copy, Graph(model).opset, force=True).model
@@ -264,7 +264,10 @@ def _widened(params: QuantParams, bias: Array, incoming: QuantParams) -> QuantPa
 
 
 def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bool = True) -> ModelProto:
-    """Insert Q/DQ nodes into a model in normal form, in place; store the decisions in it if ``is_replayed``."""
+    """Insert Q/DQ nodes into ``model``, in place.
+
+    If ``is_replayed``, the decisions are stored in the metadata of ``model``, where ``dt.verify`` reads them.
+    """
     graph, target = Graph(model), get_target(decisions.target)
     layers = check_fits(graph, decisions)
     writer = _Writer(graph, target, decisions)
@@ -315,7 +318,7 @@ def _share_zero_points(graph: Graph) -> None:
 
 
 def check_fits(graph: Graph, decisions: Decisions) -> dict[str, Layer]:
-    """Check that decisions fit a model in normal form; returns the model's layers by name."""
+    """Check that decisions fit the graph of a model; returns the layers of the graph by name."""
     layers = {layer.name: layer for layer in layers_of(graph)}
     _check_layers(graph, layers, decisions)
     for each in decisions.placements:
@@ -358,17 +361,17 @@ def _layer_problem(
             return activation_problem(line.input)
         if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
             return (
-                f"its input must be quantized, but no placement of tensor {layer.data!r} has this layer as a reader: "
-                "add a placement or the reader, or set input to None"
+                f"input= is a spec, but no placement of tensor {layer.data!r} has this layer as a reader: "
+                "add a placement or the reader, or set input=None"
             )
     if line.bias is not None and (problem := _bias_problem(graph, layer, line.bias, params)):
         return problem
     is_grouped_table = layer.node.op_type == "Gather" and isinstance(params.spec.granularity, PerGroup)
     if (line.index_rank is not None) != is_grouped_table:
-        return "index_rank must be set for Gather layers with per-group scales, and only for them"
+        return "index_rank must be a number for a Gather with per-group scales, and None for any other layer"
     indices = graph.shape(layer.data)
     if line.index_rank is not None and indices is not None and line.index_rank != len(indices):
-        return f"index_rank must be {len(indices)}, the rank of its indices, got {line.index_rank}"
+        return f"index_rank must be {len(indices)}, the rank of the layer's indices, got {line.index_rank}"
     return ""
 
 
@@ -376,7 +379,7 @@ def _bias_problem(graph: Graph, layer: Layer, bias: Array, params: QuantParams) 
     """Explain why a corrected bias cannot replace the bias of a layer; "" if it can."""
     channels = (layer.shape[layer.axis],)
     if layer.node.op_type not in {"Conv", "Gemm"} or (layer.bias and layer.bias not in graph.constants):
-        return "bias must be None, because only a Conv or Gemm with a constant bias, or without one, can get a new bias"
+        return "bias must be None, because only a Conv or Gemm with a constant bias or no bias can get a new bias"
     if bias.shape != channels:
         return f"bias must have shape {channels}, got {bias.shape}"
     if bias.dtype == np.int32 and params.scale.ndim and params.scale.shape != channels:
@@ -405,12 +408,12 @@ def _placement_problem(graph: Graph, placement: QuantizerPlacement) -> str:
     names = {graph.node_name(node) for node in graph.consumers(tensor)}
     wrong_readers = sorted(set(placement.readers) - names)
     if wrong_readers:
-        return f"nodes {wrong_readers} do not read this tensor: remove them from readers"
+        return f"nodes {wrong_readers} do not read this tensor: remove them from readers="
     for name in placement.constants:
         if name not in graph.constants or int(np.prod(graph.constants[name].dims)) != 1:
-            return f"{name!r} is not a scalar constant: remove it from constants"
+            return f"{name!r} is not a scalar constant: remove it from constants="
         if _reader_of_scalar(graph, name, tensor) is None:
-            return f"the operator that computes this tensor does not read {name!r}: remove it from constants"
+            return f"the operator that computes this tensor does not read {name!r}: remove it from constants="
     if placement.source_tensor:
         return _scaled_problem(graph, placement, producer)
     return ""
@@ -427,13 +430,13 @@ def _reader_of_scalar(graph: Graph, name: str, result: str) -> NodeProto | None:
 def _scaled_problem(graph: Graph, placement: QuantizerPlacement, producer: NodeProto | None) -> str:
     """Explain why a tensor cannot share the codes of its source tensor; "" if it can."""
     if producer is None or producer.op_type not in {"Mul", "Div"} or placement.source_tensor not in producer.input:
-        return f"this tensor is not {placement.source_tensor!r} times a scalar constant: set source_tensor to ''"
+        return f"this tensor is not {placement.source_tensor!r} times a scalar constant: set source_tensor=''"
     others = [name for name in producer.input if name != placement.source_tensor]
     if len(others) != 1 or others[0] not in graph.constants or int(np.prod(graph.constants[others[0]].dims)) != 1:
-        return f"this tensor is not {placement.source_tensor!r} times a scalar constant: set source_tensor to ''"
+        return f"this tensor is not {placement.source_tensor!r} times a scalar constant: set source_tensor=''"
     value = float(graph.array(others[0]).item())
     if producer.op_type == "Div" and (producer.input[0] != placement.source_tensor or not value):
-        return f"this tensor is not {placement.source_tensor!r} divided by a nonzero constant: set source_tensor to ''"
+        return f"this tensor is not {placement.source_tensor!r} divided by a nonzero constant: set source_tensor=''"
     factor = value if producer.op_type == "Mul" else 1 / value
     return "" if placement.factor == factor else f"factor must be {factor!r}, got {placement.factor!r}"
 
@@ -486,7 +489,7 @@ class _Writer:
             self._write_scalar(name, placement.tensor)
 
     def write_scaled(self, placement: QuantizerPlacement) -> None:
-        """Remove a node that multiplies by a constant: dequantize its input's codes with the scale of its output."""
+        """Remove a node that multiplies by a constant: dequantize the input's codes with the scale of the output."""
         graph, tensor = self.graph, placement.tensor
         params = self._tensor_params[tensor]
         qparams = QdqParams.of(params, self.target.activation_container(params.spec.format), 0)
@@ -531,7 +534,7 @@ class _Writer:
         self.graph.set_input(node, 2, dequantized)
 
     def _write_scalar(self, name: str, result: str) -> None:
-        """Store a scalar constant as a code, with its magnitude as the scale, for the node that computes ``result``."""
+        """Store a scalar as a code with the scalar's magnitude as the scale, for the node that computes ``result``."""
         graph, value = self.graph, np.float32(self.graph.array(name).item())
         scale, code, zero = (abs(value), value > 0, value < 0) if value else (np.float32(1), 0, 0)
         shape = tuple(graph.constants[name].dims)

@@ -117,7 +117,7 @@ class ChangedConstant(NamedTuple):
 
 
 class StoredDecisions(NamedTuple):
-    """Decisions of a file, and those of their constants that were changed after the file was written.
+    """Decisions of a file, and constants of these decisions that were changed after the file was written.
 
     ``decisions`` is None if such a change made the decisions invalid.
     """
@@ -146,7 +146,7 @@ def _read(provenance: Provenance, reader: "_Reader") -> Decisions:
     repeated = sorted(_REPEATED.keys() & (provenance.decisions or {}).keys())
     if repeated:
         raise FileFormatError(
-            f"{WHERE}: unexpected keys {repeated}, expected them outside of the decisions, in the entry 'detent'"
+            f"{WHERE}: unexpected keys {repeated}, expected them in the metadata entry 'detent', not in the decisions"
         )
     _take_ranges(entry)
     for name, cls in _PARTS.items():
@@ -159,9 +159,11 @@ def _read(provenance: Provenance, reader: "_Reader") -> Decisions:
 
 
 def _take_ranges(entry: dict[str, Any]) -> None:
-    """Move the ranges of groups out of their placements; ``decode`` will reject entries that are not objects."""
+    """Move each group's range out of the group's first placement; ``decode`` rejects entries that are not objects."""
     if entry["ranges"]:
-        raise FileFormatError(f"{WHERE}: unexpected key 'ranges', expected a range in the placements")
+        raise FileFormatError(
+            f"{WHERE}: unexpected key 'ranges', expected a key 'range' in each group's first placement"
+        )
     placements = entry["placements"] if isinstance(entry["placements"], list) else []
     ranged = [each for each in placements if isinstance(each, dict) and "range" in each]
     entry["ranges"] = {str(each.get("tensor")): each["range"] for each in ranged}
@@ -177,7 +179,7 @@ class _Specs:
 
     def __init__(self, entries: object = ()) -> None:
         if not isinstance(entries, list | tuple):
-            raise FileFormatError(f"specs must be a list, got {entries!r:.60}")
+            raise FileFormatError(f"the entry 'specs' must be a list, got {entries!r:.60}")
         self.entries = list(entries)
         self._numbers: dict[QuantSpec, int] = {}
         self._specs: dict[int, QuantSpec] = {}
@@ -190,16 +192,16 @@ class _Specs:
 
     def read(self, value: Any) -> QuantSpec:  # noqa: ANN401 - JSON
         if type(value) is not int or not 0 <= value < len(self.entries):
-            raise FileFormatError(f"a spec must be a number from 0 to {len(self.entries) - 1}, got {value!r:.60}")
+            raise FileFormatError(
+                f"a spec must be an index into the list 'specs', from 0 to {len(self.entries) - 1}, got {value!r:.60}"
+            )
         if value not in self._specs:
             self._specs[value] = LEAVES[QuantSpec].read(self.entries[value])
         return self._specs[value]
 
 
 def _unread(value: object) -> object:
-    raise TypeError(
-        f"internal error: expected to read an array of stored decisions, got {type(value).__name__} to write"
-    )
+    raise TypeError(f"internal error: stored decisions can only be read here, got {type(value).__name__} to write")
 
 
 def _defaults(cls: type) -> dict[str, Any]:
@@ -213,7 +215,7 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 
 def _each(entries: Any, defaults: Mapping[str, Any], change: Any) -> Any:  # noqa: ANN401 - JSON
-    """Apply ``change`` to each entry of a list or an object; ``decode`` will reject other values."""
+    """Apply ``change`` to each entry of a list or an object; ``decode`` will reject a value that is neither."""
     if isinstance(entries, dict):
         return {name: change(each, defaults) if isinstance(each, dict) else each for name, each in entries.items()}
     if isinstance(entries, list):
@@ -266,7 +268,10 @@ def _little_endian(values: Array) -> bytes:
 
 
 class _Initializers:
-    """Constants of a model that arrays can refer to, by type and content."""
+    """Writes arrays as JSON.
+
+    If a constant of the model has the dtype and bytes of an array, the JSON of the array can name this constant.
+    """
 
     def __init__(self, model: ModelProto, decisions: Decisions) -> None:
         sizes = {values.size for values in _arrays(decisions)}
@@ -322,12 +327,12 @@ class _Reader:
             number = entry["fill"]
             number = float(number) if isinstance(number, str) and number in {"inf", "-inf", "nan"} else number
             if isinstance(number, bool) or not isinstance(number, int | float):
-                raise FileFormatError(f"fill must be a number, got {number!r:.60}")
+                raise FileFormatError(f"the entry 'fill' of an array must be a number, got {number!r:.60}")
             if dtype.kind in "iu" and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
-                raise FileFormatError(f"fill is {number!r:.60}, which does not fit {dtype.name}")
+                raise FileFormatError(f"the entry 'fill' of an array must fit {dtype.name}, got {number!r:.60}")
             return np.full(shape, number, dtype.newbyteorder("="))
         if not isinstance(entry["base85"], str):
-            raise FileFormatError(f"base85 must be text, got {entry['base85']!r:.60}")
+            raise FileFormatError(f"the entry 'base85' of an array must be text, got {entry['base85']!r:.60}")
         content = base64.b85decode(entry["base85"])
         expected = prod(shape) * dtype.itemsize
         if len(content) != expected:
@@ -341,8 +346,8 @@ class _Reader:
         self._left -= prod(shape)
         if self._left < 0:
             raise FileFormatError(
-                f"arrays have too many elements: expected in total at most {ALWAYS_ALLOWED_ELEMENTS} plus twice the "
-                "elements of the file's constants"
+                f"arrays have too many elements: expected at most {ALWAYS_ALLOWED_ELEMENTS} in total, plus twice the "
+                "number of elements in the file's constants"
             )
         return shape
 
@@ -351,7 +356,9 @@ class _Reader:
         name = entry["initializer"]
         tensor = self._tensors.get(name) if isinstance(name, str) else None
         if tensor is None or tensor.data_type not in _KINDS:
-            raise FileFormatError(f"initializer must name a float or int32 constant of the file, got {name!r:.60}")
+            raise FileFormatError(
+                f"the entry 'initializer' of an array must name a float or int32 constant of the file, got {name!r:.60}"
+            )
         shape = self._shape(list(tensor.dims) if entry["shape"] is None else entry["shape"])
         values = array_of(tensor)
         if prod(shape) != values.size:

@@ -7,8 +7,9 @@ This is the multiple-choice knapsack problem. It is solved exactly, by dynamic p
 - drop a partial choice if a lower bound of its total noise exceeds the noise of a complete choice found before.
 
 The lower bound is the LP relaxation over the remaining layers, where a layer may use a weighted mean of two candidates.
-In its solution, each layer moves from candidate to candidate along its lower convex hull of bytes and noise. The steps
-of all layers are taken in the order of gain per byte (Sinha and Zoltners 1979). After each whole step, the result is a
+It needs only candidates on the lower convex hull of each layer's bytes and noise. At first, each layer uses its
+smallest candidate. A step replaces the candidate of one layer by the next larger candidate on the hull. The steps of
+all layers are taken in the order of gain per byte (Sinha and Zoltners 1979). After each whole step, the result is a
 choice of one candidate per layer, and no choice of the same size has less noise. ``hull_choices`` yields these choices.
 
 Noise values differ by many powers of ten. So only non-negative numbers are added, and sums are never subtracted. Each

@@ -97,7 +97,7 @@ class OnnxLayerRunner:
         return (self._model.run(self.names, feed, weights, flags) for feed in self._feeds)
 
     def _fake_quantized(self, label: str, spec: QuantSpec) -> Array:
-        """Fake-quantize a weight; its params are cached, because a search quantizes a weight many times."""
+        """Fake-quantize a weight; the params are cached, because a search quantizes the same weight many times."""
         weight, key = self._model.weights[label], (label, spec)
         if key not in self._params:
             self._params[key] = self._weight_params.get(label) or weight_params(weight, spec)
@@ -147,7 +147,7 @@ def open_recipe(
 def open_decisions(
     source: ModelSource, data: BatchSource, decisions: Decisions, samples: int, skip: Sequence[str], storage: Storage
 ) -> OnnxLayerRunner:
-    """Create a runner for the layers of a quantized model, with the params in its decisions."""
+    """Create a runner for the layers of a quantized model, with the params in ``decisions``."""
     original = load_model(source)
     feeds, count = open_batches(data, original.inputs).first_samples(samples)
     model = float_form(original, decisions)
@@ -157,8 +157,8 @@ def open_decisions(
     quantized = [each for each in quantized if each.name not in skipped]
     if not quantized:
         raise UnsupportedError(
-            "no layer can be measured: the decisions quantize no layer, or only layers in skip; skip fewer layers, or "
-            "pass other decisions"
+            "no layer can be measured: the decisions quantize no layer, or skip= matches all that they quantize. "
+            "Pass fewer names as skip=, or pass other decisions"
         )
     name = Recipe.from_json(decisions.recipe).name if decisions.recipe else ""
     specs = {name or "recipe": {each.name: each.weight_params.spec for each in quantized}}

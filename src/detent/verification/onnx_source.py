@@ -1,4 +1,4 @@
-"""OnnxSource: an ONNX model, float or quantized, that a file is compared with."""
+"""OnnxSource: an ONNX model, float or quantized, with which a file is compared."""
 
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 
 class OnnxSource:
-    """An ONNX model, float or quantized, that a file is compared with."""
+    """An ONNX model, float or quantized, with which a file is compared."""
 
     can_match_weights = False
 
@@ -118,8 +118,8 @@ class OnnxSource:
         names = self._artifact.graph.outputs
         if self.model.outputs != tuple(names):
             raise UnsupportedError(
-                f"the file has outputs {list(names)}, expected {list(self.model.outputs)} as in the source: pass "
-                "the model that was quantized as source"
+                f"the file has outputs {list(names)}, but the source has outputs {list(self.model.outputs)}: as "
+                "source=, pass the model from which the file was made"
             )
         if self._probe is not None:
             self._reference = Reference([])

@@ -138,7 +138,10 @@ def find_codes(artifact: QuantizedGraph, optimized: ModelProto) -> dict[str, Fus
 
 
 class GraphCheck(OutputCheck):
-    """Comparison of the source with the file in ONNX Runtime, as written or optimized."""
+    """Comparison of codes and outputs of the source with those of the file in ONNX Runtime.
+
+    If ``is_written``, ONNX Runtime runs the graph as it is in the file, else the graph that it optimized.
+    """
 
     def __init__(
         self,
@@ -178,7 +181,7 @@ class GraphCheck(OutputCheck):
 
 
 class SessionCheck(OutputCheck):
-    """Comparison of the source's outputs with the file's outputs in ONNX Runtime with extra session options."""
+    """Comparison of the source's outputs with the file's outputs in ONNX Runtime with session options ``config``."""
 
     def __init__(self, artifact: QuantizedGraph, batch: CurrentBatch, config: Mapping[str, str]) -> None:
         super().__init__(artifact.graph.outputs)

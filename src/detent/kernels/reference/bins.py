@@ -45,11 +45,11 @@ def find_keys(x: Array, bits: int) -> tuple[NDArray[np.int64], bool]:
 def histogram(
     x: Array, tiling: Tiling, bits: int, rows: NDArray[np.int16], weights: NDArray[np.int64] | None, counts: Array
 ) -> tuple[NDArray[np.uint8], bool]:
-    """Count elements, or add up their weights, in ``counts[row, set, bin]``.
+    """For each element, add 1 or the element's weight to ``counts[row, set, bin]``.
 
-    A row is a sign and an exponent. ``rows`` maps each row to its index in ``counts``, or to -1 if the row is not
-    stored. Returns a mask of the rows that occur in x but are not stored, and whether all finite elements are in the
-    range of float32.
+    A row is a sign and an exponent. A set is a parameter set: elements that share one scale. ``rows`` maps each row to
+    the row's index in ``counts``, or to -1 if the row is not stored. Returns a mask of the rows that occur in ``x`` but
+    are not stored, and whether all finite elements are in the range of float32. The mask leaves out exponent 255.
     """
     keys, good = find_keys(x, bits)
     sets = np.broadcast_to(tiling.spread(np.arange(counts.shape[1])), tiling.shape)
@@ -115,7 +115,7 @@ def _raised(step: float, norm: float) -> float:
 
 
 def _nearest(code_range: tuple[float, float], levels: Float64, zero: float) -> Any:
-    """Make a function that returns the level nearest to t, and its index in ``levels`` (None for integers)."""
+    """Make a function that returns the level nearest to t, and this level's index in ``levels`` (None for integers)."""
     if not levels.size:
         return lambda t: (np.clip(np.rint(t), code_range[0] - zero, code_range[1] - zero), None)
     middles = (levels[1:] + levels[:-1]) / 2

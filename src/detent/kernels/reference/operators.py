@@ -1,7 +1,7 @@
 """Operators: quantize, dequantize, fake-quantize and their gradients (docs/numerics.md, sections 2 to 5).
 
 ``scale`` and ``zero_point`` have the tiling's scale shape. Codes of float formats are bit patterns in uint8.
-``fill`` is the code that replaces NaN. If it is None, quantize requires data without NaN, and fake_quantize keeps NaN.
+``fill`` is the code that replaces NaN. If it is None, ``quantize`` needs data without NaN; ``fake_quantize`` keeps NaN.
 
 Masks select gradients instead of multiplying them, because a gradient may be infinite. The gradient of a NaN in x is 0
 for every estimator except Identity.
@@ -83,7 +83,7 @@ def fake_quantize(
     step: int = 0,
     xp: Any = None,
 ) -> Any:
-    """Return ``dequantize(quantize(x))`` in x's dtype, with the same bits; if ``fill`` is None, NaN stays NaN."""
+    """Return ``dequantize(quantize(x))`` in x's dtype, equal bit for bit. If ``fill`` is None, NaN stays NaN."""
     xp = array_namespace(x) if xp is None else xp
     s, z = _spread_params(xp, x, scale, zero_point, tiling)
     value = code_values(xp, spec, xp.astype(x, s.dtype), s, z, step)
