@@ -82,8 +82,9 @@ bench-onnx: $(TOOLED) ## compare ONNX files of detent and other tools, with and 
 	$(RUN) benchmarks/render_onnx.py
 	$(RUN) benchmarks/render_readme.py
 
-bench-unseen: $(TOOLED) ## compare ONNX files of about 50 models that detent was not developed on, in an hour
-	$(BENCH) benchmarks/onnx_unseen.py --resume
+bench-unseen: $(TOOLED) ## compare ONNX files of about 50 models that detent was not developed on; update the table
+	$(QUIET) $(BENCH) benchmarks/onnx_unseen.py --resume --output benchmarks/results/onnx_unseen.json
+	$(RUN) benchmarks/render_unseen.py
 
 bench-mixed: $(STAMP) ## compare mixed precision with uniform bit widths; update the tables
 	$(RUN) benchmarks/mixed_precision.py --output benchmarks/results/mixed_precision.json

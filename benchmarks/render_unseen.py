@@ -1,0 +1,84 @@
+"""Render the table of unseen models of docs/onnx-benchmark.md from the committed results.
+
+::
+
+    python benchmarks/render_unseen.py
+"""
+
+import json
+from pathlib import Path
+
+from page import placed
+from unseen_goals import OURS, Comparison, compare, summary
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "onnx-benchmark.md"
+RESULT = ROOT / "benchmarks" / "results" / "onnx_unseen.json"
+HEAD = ("model", "SQNR in dB", "best other", "agreement", "best other", "time", "ORT", "size", "best other", "not met")
+NOT_WARNED = "slower than float without a warning"  # only detent.evaluate times the file and warns
+
+
+def by_model(result: dict) -> dict[str, dict[str, dict]]:
+    """Return the rows of a result by model and tool."""
+    rows: dict[str, dict[str, dict]] = {}
+    for row in result["rows"]:
+        rows.setdefault(row["model"], {})[row["tool"]] = row
+    return rows
+
+
+def rendered(result: dict) -> dict[str, str]:
+    """Render each section by its name, as Markdown."""
+    models = by_model(result)
+    return {"unseen-table": _table(models), "unseen-summary": _summary(models)}
+
+
+def _table(models: dict[str, dict[str, dict]]) -> str:
+    """Render a row per model for detent's default target."""
+    lines = [_row(HEAD), "|---|" + "--:|" * (len(HEAD) - 2) + "---|"]
+    for name, rows in models.items():
+        lines += [_line(name, each) for each in compare(rows) if each.row["tool"] == OURS[0]]
+    return "\n".join(lines)
+
+
+def _line(name: str, each: Comparison) -> str:
+    row, best = each.row, each.best
+    reasons = "; ".join(reason for reason in each.failures if reason != NOT_WARNED)
+    if "cpu_1" not in row:
+        return _row((name, *["-"] * (len(HEAD) - 2), reasons))
+    pairs = [
+        (row["sqnr_db"], best["sqnr_db"], 1),
+        (row.get("agreement"), best["agreement"], 3),
+        (row["cpu_1"]["ratio"], best["time"], 2),
+        (row["size_ratio"], best["size_ratio"], 2),
+    ]
+    return _row((name, *(_number(value, digits) for *pair, digits in pairs for value in pair), reasons))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _summary(models: dict[str, dict[str, dict]]) -> str:
+    """Count, for each of detent's targets, the models with the highest SQNR and those that are faster than float."""
+    lines = [f"- {line}." for line in summary(models).splitlines()]
+    times = [rows[OURS[0]]["cpu_1"]["ratio"] for rows in models.values() if "cpu_1" in rows.get(OURS[0], {})]
+    verified = [rows[tool].get("verify_ok", False) for rows in models.values() for tool in OURS if tool in rows]
+    lines.append(
+        f"- The default target is faster than float on {sum(time < 1 for time in times)} of {len(times)} models."
+    )
+    lines.append(f"- `dt.verify` accepts {sum(verified)} of {len(verified)} files.")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write the page."""
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    PAGE.write_text(placed(PAGE.read_text(encoding="utf-8"), rendered(result)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
