@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto
 
+from detent.errors import UnsupportedError
 from detent.onnx_model.batches import Batches, InputInfo, can_cut, inputs_of, samples_in, update_digest
-from detent.onnx_model.sessions import make_session, ort_errors
+from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 
 __all__ = ["SampleChooser", "Samples", "choose_samples"]
 
@@ -64,6 +65,7 @@ class SampleChooser:
         self._model, self._inputs = model, inputs
         self._kept: list[tuple[bytes, Feed]] = []
         self._nbytes = 0
+        self._end = b"\xff" * 33  # smallest hash that was dropped; longer than a hash as long as none was
         self._is_cut: bool | None = None  # None until a batch with several samples was added
 
     @property
@@ -76,7 +78,7 @@ class SampleChooser:
         count = samples_in(feed)
         if self._is_cut is None and count > 1:
             self._is_cut = can_cut(feed, self._inputs) and _computes_each_sample(self._model, feed)
-        if not self._is_cut or count == 1:
+        if not self._is_cut or count == 1 or not can_cut(feed, self._inputs):
             self._add(feed)
             return
         for i in range(count):
@@ -86,14 +88,13 @@ class SampleChooser:
         digest = hashlib.sha256()
         update_digest(digest, sample)
         key = digest.digest()
+        if key < self._end and all(key != other for other, _ in self._kept):
+            insort(self._kept, (key, {name: np.array(array) for name, array in sample.items()}), key=itemgetter(0))
+            self._nbytes += _nbytes(sample)
         limit = MAX_BATCHES if self._is_cut is False else MAX_SAMPLES
-        is_full = len(self._kept) >= limit or self._nbytes >= MAX_SAMPLE_BYTES
-        if (is_full and key > self._kept[-1][0]) or any(key == other for other, _ in self._kept):
-            return
-        insort(self._kept, (key, {name: np.array(array) for name, array in sample.items()}), key=itemgetter(0))
-        self._nbytes += _nbytes(sample)
         while len(self._kept) > limit or (self._nbytes > MAX_SAMPLE_BYTES and len(self._kept) > 1):
-            self._nbytes -= _nbytes(self._kept.pop()[1])
+            self._end, dropped = self._kept.pop()
+            self._nbytes -= _nbytes(dropped)
 
 
 def choose_samples(model: ModelProto, batches: Batches) -> tuple[Feed, ...]:
@@ -121,18 +122,24 @@ def _nbytes(feed: Feed) -> int:
 
 def _computes_each_sample(model: ModelProto, feed: Feed) -> bool:
     """Whether the model computes the same outputs for the first sample of a batch as for the whole batch."""
-    session = make_session(model)
+    session, names = make_session(model), array_outputs(model)
+    if not names:  # for an empty list, ONNX Runtime would compute all outputs
+        return False
     with ort_errors():
-        whole = session.run(None, feed)
-        one = session.run(None, {name: array[:1] for name, array in feed.items()})
+        whole = session.run(names, feed)
+    try:
+        with ort_errors():
+            one = session.run(names, {name: array[:1] for name, array in feed.items()})
+    except UnsupportedError:  # for example, a Reshape to a fixed batch size
+        return False
     return all(_is_first(a, b, samples_in(feed)) for a, b in zip(one, whole, strict=True))
 
 
-def _is_first(one: Any, whole: Any, count: int) -> bool:  # noqa: ANN401 - outputs may be sequences or maps
+def _is_first(one: Array, whole: Array, count: int) -> bool:
     """Whether ``one`` is the first of ``count`` rows of ``whole``, but for rounding."""
-    if not isinstance(one, np.ndarray) or one.shape != (1, *whole.shape[1:]) or whole.shape[:1] != (count,):
+    if one.shape != (1, *whole.shape[1:]) or whole.shape[:1] != (count,):
         return False
     if one.dtype.kind != "f":
         return bool((one == whole[:1]).all())
-    largest = float(np.abs(whole).max(initial=0.0))
+    largest = float(np.abs(whole[np.isfinite(whole)]).max(initial=0.0))
     return bool(np.allclose(one, whole[:1], rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True))
