@@ -97,7 +97,7 @@ class NoiseByLayer:
         self._model = SwitchableModel(plan.model, by_layer, switches, plan.target)
         self._outputs = [each for each in array_outputs(plan.model) if plan.graph.kind(each) in {0, TensorProto.FLOAT}]
         self._references = ReferenceOutputs(self._outputs, [self._run(feed, frozenset()) for feed in samples])
-        self._all = frozenset((*self.layers, *params))
+        self._all = frozenset((*self.layers, *map(_flag, params)))  # a layer may have the name of a tensor
         for i, feed in enumerate(samples):
             outputs = self._run(feed, self._all)
             self._references.leave_out(i, outputs)
@@ -158,7 +158,7 @@ class NoiseByLayer:
 
     def noise_of(self, plan: GraphPlan) -> float:
         """Measure the noise with the quantized layers and the Q/DQ pairs of another plan for the same model."""
-        placed = {each.group for each in plan.placements()}
+        placed = {_flag(each.group) for each in plan.placements()}
         quantized = {line.name for line in plan.quantized}
         return self._noise(self._all & (quantized | placed), None)
 
@@ -171,9 +171,9 @@ class NoiseByLayer:
         return search_by_halves(self.layers, lambda names: self.noise(names, SEARCH_SAMPLES) / total, share)
 
     def _parts(self, layers: Iterable[str]) -> frozenset[str]:
-        """Return the names of some layers, and of the activations whose Q/DQ pairs belong to these layers."""
+        """Return the names of some layers, and the flags of the Q/DQ pairs that belong to these layers."""
         names = set(layers)
-        return frozenset(names | {tensor for tensor, owners in self._owners.items() if names & owners})
+        return frozenset(names | {_flag(tensor) for tensor, owners in self._owners.items() if names & owners})
 
     def _noise(self, parts: frozenset[str], samples: int | None) -> float:
         total = 0.0
@@ -186,7 +186,7 @@ class NoiseByLayer:
 
     def _run(self, feed: Feed, parts: frozenset[str]) -> list[Array]:
         weights = {name: self._rounded_weight(name, line) for name, line in self._weights.items() if name in parts}
-        flags = [_flag(tensor) for tensor in self._owners if tensor in parts]
+        flags = [_flag(tensor) for tensor in self._owners if _flag(tensor) in parts]
         return self._model.run(self._outputs, feed, weights, flags)
 
     def _rounded_weight(self, name: str, line: LayerPlan) -> Array:
