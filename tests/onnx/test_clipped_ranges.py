@@ -1,11 +1,16 @@
 """Ranges are clipped only if that lowers the noise at the outputs."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from onnx_graphs import Maker, images, weights
 
 import detent as dt
 import detent.onnx as qo
+from detent.onnx.calibration import choose_params
+from detent.onnx.clipped_ranges import unclip
+from detent.onnx.float_fallback import NoiseByLayer
 from detent.onnx.pipeline import output_sqnr
 
 
@@ -41,3 +46,15 @@ def test_a_maximum_keeps_the_min_max_range():
     model, feeds = peaks("Max"), rare(8)
     decisions = qo.decide(model, feeds, keep_float="none", progress=False)
     assert not any(each.clipped for tensor, each in decisions.ranges.items() if tensor != "x")
+
+
+def test_noise_that_is_not_a_number_allows_no_clipping():
+    plan = qo.plan(qo.prepare(peaks("Average")))
+    seen = qo.calibrate(plan, rare(4))
+    placements = plan.placements(seen.ranges)
+    noise = Mock(spec=NoiseByLayer)
+    noise.noise_with.return_value = np.nan
+    full, clipped = (choose_params(placements, seen, groups) for groups in ((), None))
+    changed = {group for group in full if full[group] != clipped[group]}
+    assert changed
+    assert set(unclip(noise, placements, seen, set(full))) == changed

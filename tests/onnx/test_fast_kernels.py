@@ -1,5 +1,7 @@
 """Files are fast by default: 7-bit weights, quantized outputs of last layers, graphs that ONNX Runtime fuses."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from onnx import TensorProto
@@ -9,7 +11,8 @@ import detent as dt
 import detent.onnx as qo
 from detent.errors import SpecError, UnsupportedError
 from detent.onnx import fast_kernels
-from detent.onnx.fast_kernels import LastLayers, choose_last_layers, multiplications
+from detent.onnx.fast_kernels import LastLayers, choose_last_layers, choose_wide, multiplications
+from detent.onnx.float_fallback import NoiseByLayer
 from detent.onnx.graph_plan import NO_KERNEL, PADDED, plan
 from detent.onnx.pipeline import output_sqnr
 from detent.onnx_model.graph import Graph
@@ -274,3 +277,11 @@ def test_weights_of_few_bits_are_signed():
 def test_an_unknown_preference():
     with pytest.raises(SpecError, match="got prefer='size', expected one of speed, balanced, accuracy"):
         qo.decide(conv_chain(), images(2), prefer="size")
+
+
+def test_noise_that_is_not_a_number_ends_the_choice_of_weight_bits():
+    noise = Mock(spec=NoiseByLayer, count=1)
+    noise.noise_with.return_value = np.nan
+    graph_plan = plan(qo.prepare(conv_chain()))
+    assert choose_wide(noise, graph_plan, {line.name: 0.0 for line in graph_plan.quantized}) == {}
+    assert noise.noise_with.call_count == 1

@@ -12,6 +12,8 @@ less than 3 dB on these samples lost up to 3 dB on others.
 
 from collections.abc import Collection, Iterable
 
+import numpy as np
+
 from detent.onnx.calibration import MAX_REMAINING_NOISE, Calibration, activation_params
 from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.float_fallback import NoiseByLayer
@@ -41,7 +43,7 @@ def unclip(
     chosen: set[str] = set()
     pending = [list(ranges)]
     remaining, unclipped = noise.noise_with({}), noise.noise_with({}, ranges)
-    if remaining > unclipped:
+    if remaining > unclipped or not np.isfinite(remaining):
         return ranges
     for _ in range(MAX_MEASUREMENTS):
         if not pending or not remaining:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from detent.onnx.float_fallback import NoiseByLayer, search_by_halves
@@ -143,7 +144,7 @@ def choose_wide(noise: NoiseByLayer, plan: GraphPlan, work: Mapping[str, float])
     """Choose the layers whose weights get 8 instead of 7 bits, each with the share of the noise that this removes."""
     lines = {line.name: line for line in plan.quantized if line.wide_weight is not None}
     narrow = noise.noise_with({}) if lines else 0.0
-    if narrow <= NEGLIGIBLE_NOISE * noise.count:
+    if not np.isfinite(narrow) or narrow <= NEGLIGIBLE_NOISE * noise.count:
         return {}
     wide = noise.noise_with({name: _wide(line) for name, line in lines.items()})
     total = sum(work.values())
