@@ -340,3 +340,57 @@ def test_gelu_stays_one_operator():
     quantized = qo.insert(plan, qo.calibrate(plan, feeds))
     assert operators(quantized)["Gelu"] == 1
     assert operators(quantized)["Erf"] == 0
+
+
+def test_equalization_accepts_samples_whose_channels_are_all_zero():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 16, bias=False)])
+    model, feeds = m.model([("x", ["n", 8, 32, 32])], [m.conv(t, 16, 8, bias=False)]), images(2, side=32)
+    feeds[1] = {"x": np.zeros_like(feeds[1]["x"])}
+    equalization.choose(qo.plan(qo.prepare(model)), feeds)  # raises nothing
+
+
+def selecting():
+    """A model that drops images without a positive pixel."""
+    m = Maker()
+    is_kept = m.add("Greater", [m.add("ReduceMax", ["x"], axes=[1, 2, 3], keepdims=0), m.constant(np.float32(0))])
+    uneven = weights(16, 8, 1, 1) * np.logspace(-2.5, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
+    t = m.add("Relu", [m.conv(m.add("Compress", ["x", is_kept], axis=0), 8, 16, 1, weight=uneven)])
+    t = m.add("Relu", [m.conv(t, 16, 16, group=16)])
+    return m.model([("x", ["n", 8, 16, 16])], [m.conv(t, 16, 8)])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("full", [(0,), (1,), (2,), (0, 3, 6, 9)])
+def test_layers_may_get_no_images_in_some_samples(full):
+    feeds = images(12, batch=1, side=16)
+    feeds = [feed if i in full else {"x": -np.abs(feed["x"])} for i, feed in enumerate(feeds)]
+    decisions = qo.decide(selecting(), feeds, progress=False)
+    assert all(np.isfinite(layer.bias).all() for layer in decisions.layers if layer.bias is not None)
+
+
+def test_layers_may_have_the_names_of_tensors():
+    noises = []
+    for is_same in (False, True):
+        m, t = Maker(), "x"
+        for _ in range(3):
+            t = m.conv(t, 8, 8)
+        model = m.model([("x", ["n", 8, 8, 8])], [t])
+        for node in model.graph.node:
+            node.name = node.output[0] if is_same else node.name
+        plan = qo.plan(qo.prepare(model))
+        seen = qo.calibrate(plan, images())
+        noise = NoiseByLayer(plan, choose_params(plan, seen), seen.samples)
+        noises.append([(noise.noise([name]), noise.noise_without([name])) for name in noise.layers])
+    assert noises[0] == noises[1]
+
+
+def test_float_fallback_clips_no_tensor_that_was_not_quantized_before(monkeypatch):
+    m = Maker()
+    t = m.add("MaxPool", [m.add("Relu", [m.conv("x", 8, 16, name="first")])], kernel_shape=[2, 2])
+    model = m.model([("x", ["n", 8, 8, 8])], [m.add("GlobalAveragePool", [m.conv(t, 16, 16, name="second")])])
+    monkeypatch.setattr(accuracy_passes, "choose_float", lambda *_: {"first": 0.5})
+    for observer, is_clipped in ((None, False), ("mse", True)):
+        decisions = qo.decide(model, images(), observer=observer, prefer="accuracy", progress=False)
+        assert [layer.name for layer in decisions.layers if layer.reason] == ["first"]
+        assert decisions.ranges[t].clipped is is_clipped

@@ -116,3 +116,51 @@ def test_every_effort_gives_a_verified_file(effort):
 def test_an_unknown_effort_is_rejected():
     with pytest.raises(dt.SpecError, match="got effort='low', expected one of fast, balanced, best"):
         qo.decide(conv_chain(), images(2), effort="low")
+
+
+def test_batches_stay_whole_if_the_model_fails_on_one_sample():
+    m = Maker()
+    rows = m.add("Reshape", ["x", m.constant(np.array([4, 6]))])
+    model = m.model([("x", ["n", 6])], [m.matmul(rows, 6, 4)])
+    feeds = [{"x": np.random.default_rng(i).normal(size=(4, 6)).astype(np.float32)} for i in range(3)]
+    assert {len(feed["x"]) for feed in chosen(model, feeds)} == {4}
+    assert qo.decide(model, feeds, progress=False).layers
+
+
+def test_batches_are_cut_although_an_output_is_not_finite():
+    m = Maker()
+    model = m.model([("x", ["n", 4])], [m.add("Log", [m.matmul("x", 4, 4)])])
+    feeds = [{"x": np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)}]
+    assert {len(feed["x"]) for feed in chosen(model, feeds)} == {1}
+
+
+def test_order_does_not_matter_for_samples_of_different_sizes(monkeypatch):
+    m = Maker()
+    model = m.model([("x", ["n", "length", 4])], [m.matmul("x", 4, 4)])
+    lengths = [1, 9, 2, 7, 3, 8, 1, 6, 5, 4]
+    feeds = [{"x": np.full((1, length, 4), i, np.float32)} for i, length in enumerate(lengths)]
+    monkeypatch.setattr(samples, "MAX_SAMPLE_BYTES", 16 * 15)
+    expected = chosen(model, feeds)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        assert equal(chosen(model, [feeds[i] for i in rng.permutation(len(feeds))]), expected)
+
+
+def test_whole_batches_are_few_also_after_single_samples():
+    model, feeds = conv_chain(), images(20, batch=1)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2  # batches are not cut
+    chooser = SampleChooser(model, inputs_of(model))
+    for feed in (*feeds, *images(1, batch=2)):
+        chooser.add(feed)
+    assert len(chooser.samples) == samples.MAX_BATCHES
+
+
+def test_whole_batches_count_with_all_their_samples(monkeypatch):
+    model, feeds, counts = conv_chain(), images(8, batch=2), []
+    split = Samples.of
+    monkeypatch.setattr(Samples, "of", lambda *arguments: counts.append(arguments[-1]) or split(*arguments))
+    for fixed in (False, True):
+        if fixed:
+            model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
+        qo.decide(model, feeds, progress=False)
+    assert counts[1] == counts[0] // 2

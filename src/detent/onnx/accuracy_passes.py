@@ -24,6 +24,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from os import PathLike
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from detent.checks import as_integer
-from detent.errors import NOTHING_QUANTIZED, SpecError, UnsupportedError
+from detent.errors import NOTHING_QUANTIZED, NotCalibratedError, SpecError, UnsupportedError
 from detent.onnx import equalization, smoothquant
 from detent.onnx.bias_correction import CorrectedBias, corrected_biases
 from detent.onnx.calibration import (
@@ -189,7 +190,8 @@ def decide_with_data(
     with running("choosing samples"):
         chosen = choose_samples(graph_plan.model, batches)
         search = EFFORTS[options.effort]
-        per_sample = sum(work.values()) / samples_in(batches.check_first())
+        # If batches are not cut, a whole batch is a sample.
+        per_sample = sum(work.values()) * samples_in(chosen[0]) / samples_in(batches.check_first())
         samples = search.samples(chosen, per_sample)
     graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, samples, options)
     if groups is not None and observed_tensors(graph_plan) != [name for group in groups for name in group]:
@@ -248,9 +250,8 @@ class _Ranges:
         return _Ranges({**self.params, **unclipped}, clipped)
 
     def with_new(self, params: Mapping[str, QuantParams]) -> "_Ranges":
-        """Return these ranges with the clipped ranges of new groups."""
-        clipped = None if self.clipped is None else self.clipped | (set(params) - set(self.params))
-        return _Ranges({**params, **self.params}, clipped)
+        """Return these ranges with those of new groups."""
+        return _Ranges({**params, **self.params}, self.clipped)
 
 
 class _Choice(NamedTuple):
@@ -303,7 +304,8 @@ def _choose_quantizers(
     if shares:
         graph_plan = replan(list(shares))
         reject_empty(graph_plan)
-        ranges = ranges.with_new(choose_params(graph_plan.placements(calibration.ranges), calibration))
+        placements = graph_plan.placements(calibration.ranges)
+        ranges = ranges.with_new(choose_params(placements, calibration, ranges.clipped))  # new groups are not clipped
     steps = (
         *(f"8-bit weights for {name}: {share:.0%} less noise at the outputs" for name, share in widened.items()),
         *(f"kept {name} in float: {share:.0%} less noise at the outputs" for name, share in shares.items()),
@@ -358,11 +360,16 @@ def _min_max_noises(
 ) -> tuple[float, float]:
     """Measure the noise at the outputs before and after the pass ``name``, with min-max ranges; 0 without samples.
 
-    ``before`` is the noise before the pass; None if it is not known yet.
+    ``before`` is the noise before the pass; None if it is not known yet. The noise after the pass is infinite if it
+    cannot be measured, because a tensor is empty in all samples.
     """
     if not samples:
         return 0.0, 0.0
-    noises = _min_max_noise(plans[0], samples) if before is None else before, _min_max_noise(plans[1], samples)
+    try:
+        noises = _min_max_noise(plans[0], samples) if before is None else before, _min_max_noise(plans[1], samples)
+    except NotCalibratedError as error:
+        _log.info("%s changes nothing: the noise at the outputs cannot be measured: %s", name, error)
+        return 0.0, inf
     if noises[1] > noises[0]:
         _log.info("%s changes nothing: it would raise the noise at the outputs by %.0f %%", name, _percent(*noises))
     return noises

@@ -43,23 +43,25 @@ def corrected_biases(
     layers = {name: plan.layers_by_name[name] for name in lines}
     weights = {name: plan.graph.array(layer.weight) for name, layer in layers.items()}
     rounded = {name: fake_quantize(weights[name], plan.weight_params(line)) for name, line in lines.items()}
-    shifts: dict[str, Array] = {}
+    shifts: dict[str, list[Array]] = {}  # mean errors, by layer
     ranges: dict[str, tuple[float, float]] = {}
     for sample in range(samples):
         inputs = isolated.inputs(sample)
         for name in lines:
             x, incoming = inputs[name], params.get(layers[name].data)
+            if not x.size:  # for example, no row was selected in this sample
+                continue
             quantized = x if incoming is None else fake_quantize(x, incoming)
-            if incoming is None and x.size:
+            if incoming is None:
                 lo, hi = ranges.get(name, (np.inf, -np.inf))
                 ranges[name] = min(lo, float(x.min())), max(hi, float(x.max()))
             error = isolated.run(name, x, weights[name]) - isolated.run(name, quantized, rounded[name])
             axis = CHANNEL_AXES[lines[name].type] % error.ndim
             mean = error.mean(axis=tuple(i for i in range(error.ndim) if i != axis), dtype=np.float64)
-            shifts[name] = shifts.get(name, 0.0) + mean / samples
+            shifts.setdefault(name, []).append(mean)
     biases = {}
-    for name, shift in shifts.items():
-        bias = layers[name].bias
+    for name, means in shifts.items():
+        shift, bias = np.mean(means, axis=0), layers[name].bias
         if not bias or bias in plan.graph.constants:
             before = plan.graph.array(bias) if bias else np.zeros(shift.shape, np.float32)
             if before.shape == shift.shape:

@@ -242,7 +242,7 @@ def _factors(largest: Array, strength: float) -> Array:
     usable = largest > 0
     factors = np.ones(len(largest))
     factors[usable] = largest[usable] ** strength
-    factors[usable] /= factors[usable].max()
+    factors[usable] /= factors[usable].max(initial=0.0)  # no channel may be usable in one half of the samples
     limited: Array = np.maximum(factors, 1 / MAX_FACTOR_RATIO).astype(np.float32)
     return limited
 
