@@ -299,8 +299,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             names = array_outputs(quantized) if samples else []
             comparison = compare_outputs(original, quantized, names, samples) if names else OutputComparison(())
         with running("writing"):
-            report = _finish(path, decided, original.nbytes, quantized, comparison, start)
-    return replace(report, passes=dict(passes))
+            report = _finish(path, decided, original.nbytes, quantized, comparison)
+    return replace(report, seconds=time.perf_counter() - start, passes=passes)
 
 
 def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path:
@@ -457,7 +457,6 @@ def _finish(
     size: int,
     quantized: ModelProto,
     comparison: OutputComparison,
-    start: float,
 ) -> QuantizeReport:
     runtime_graph = optimized(quantized)  # raises before a file is written if ONNX Runtime cannot load the model
     kernels = kernels_of(quantized, running=runtime_graph)
@@ -488,7 +487,7 @@ def _finish(
         layers,
         errors.get(worst_output(errors)),
         errors,
-        time.perf_counter() - start,
+        0.0,  # known at the end
         decided.steps,
         hints,
         decided.decisions,
