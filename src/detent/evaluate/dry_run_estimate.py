@@ -1,12 +1,12 @@
 """Dry run: estimates of the quantized file's size, and of the memory and time that quantization takes.
 
-A dry run quantizes with the first eight batches in another process, and discards the result. ``qo.quantize`` uses all
-batches for ranges, but at most eight for any other decision, and memory does not grow with the number of batches. So
-the file of the dry run has the final size, and the dry run needs as much memory as the full run:
+A dry run quantizes with the first 32 batches in another process, and discards the result. ``qo.quantize`` uses all
+batches for ranges, but at most 32 samples for any other decision, and memory does not grow with the number of batches.
+So the file of the dry run has the final size, and the dry run needs as much memory as the full run:
 
     size    = size of the dry run's file
     memory <= 1.4 g + 4 MiB,  g: growth of the dry run's resident memory
-    time    = t + (n - 8) b,  t: wall time of the dry run, b: time per batch, n: number of batches
+    time    = t + (n - 32) b,  t: wall time of the dry run, b: time per batch, n: number of batches
 
 The factor 1.4 covers differences of up to a fifth between two runs, caused by allocators and the start of threads. A
 formula based on tensor sizes would be less accurate: the memory of ONNX Runtime depends on its version, on threads and
