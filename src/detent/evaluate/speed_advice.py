@@ -22,7 +22,7 @@ from typing import NamedTuple
 from detent.errors import DetentError
 from detent.evaluate.speed import SAME_SPEED, Timing, duration_text
 from detent.onnx.decisions import Decisions, RangeDecision
-from detent.onnx.fast_kernels import choose_last_layers, multiplications
+from detent.onnx.fast_kernels import multiplications, with_last_layers
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.pipeline import LayerReport, QuantizeReport
 from detent.onnx.quality_warnings import QuantizeWarning
@@ -150,7 +150,10 @@ class _Trials:
         if text:
             yield from self._tried(text, lambda: fast)
         if json.loads(decisions.options or "{}").get("prefer") == "accuracy" and text != PREFER_SPEED:
-            yield from self._tried(PREFER_SPEED, lambda: _replanned(_with_last_layers(plan, feed), fast))
+            yield from self._tried(
+                PREFER_SPEED,
+                lambda: _replanned(with_last_layers(plan, multiplications(plan, feed), "speed"), fast),
+            )
 
     def skipping(self, names: Sequence[str]) -> Iterator[_Option]:
         """Yield ``--skip`` of the first layer or of all layers in ``names``, whichever is faster, if it helps."""
@@ -173,12 +176,6 @@ class _Trials:
             return
         if new.ratio >= SAME_SPEED * self.timing.ratio:
             yield _Option(text, self.timing.first_ms, self.timing.first_ms / new.ratio)
-
-
-def _with_last_layers(plan: GraphPlan, feed: Feed) -> GraphPlan:
-    """Return a plan that treats last layers as ``--prefer speed`` does."""
-    last = choose_last_layers(plan, multiplications(plan, feed), "speed")
-    return plan.without(last.in_float, SKIPPED).with_quantized_outputs(last.quantized)
 
 
 def _replanned(plan: GraphPlan, decisions: Decisions) -> Decisions:

@@ -51,12 +51,11 @@ from detent.onnx.calibration import (
 from detent.onnx.clipped_ranges import MAX_CLIPPED_NOISE, unclip
 from detent.onnx.decisions import Decisions, Equalized, Smoothed
 from detent.onnx.fast_kernels import (
-    FLOAT_REASON,
     SLOW_REASON,
-    choose_last_layers,
     choose_slow_weights,
     choose_wide,
     multiplications,
+    with_last_layers,
 )
 from detent.onnx.float_fallback import NoiseByLayer, choose_float
 from detent.onnx.graph_plan import PREFERENCES, GraphPlan, Preference
@@ -66,6 +65,7 @@ from detent.onnx.quality_warnings import DataSummary
 from detent.onnx.quantized_graph import layer_decisions, placed
 from detent.onnx.samples import Samples, choose_samples
 from detent.onnx_model.batches import Batches, inputs_of, open_batches, samples_in
+from detent.onnx_model.files import copied
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 from detent.params import QuantParams
 from detent.rule import ObserverLike, get_observer_spec
@@ -118,6 +118,11 @@ class Options:
     seed: int = 0
     prefer: Preference = "balanced"
     effort: Effort = "balanced"
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the noise at the outputs of the model is measured."""
+        return EFFORTS[self.effort].multiplications > 0
 
     def __post_init__(self) -> None:
         skip = (self.skip,) if isinstance(self.skip, str) or not isinstance(self.skip, Iterable) else tuple(self.skip)
@@ -182,17 +187,15 @@ def decide_with_data(
     """Run the accuracy passes; ``facts`` are the decisions so far, and ``rewritten`` applies decisions to the model."""
     with running("choosing kernels"):
         work = multiplications(graph_plan, batches.check_first())
-        last = choose_last_layers(graph_plan, work, options.prefer)
-        graph_plan = graph_plan.without(last.in_float, FLOAT_REASON).with_quantized_outputs(last.quantized)
+        graph_plan = with_last_layers(graph_plan, work, options.prefer)
         graph_plan = graph_plan.without(choose_slow_weights(graph_plan, work), SLOW_REASON)
     reject_empty(graph_plan)
     groups = _tensor_groups(graph_plan, batches, run)  # fails early if the budget is too small
     with running("choosing samples"):
         chosen = choose_samples(graph_plan.model, batches)
-        search = EFFORTS[options.effort]
         # If batches are not cut, a whole batch is a sample.
         per_sample = sum(work.values()) * samples_in(chosen[0]) / samples_in(batches.check_first())
-        samples = search.samples(chosen, per_sample)
+        samples = EFFORTS[options.effort].samples(chosen, per_sample)
     graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, samples, options)
     if groups is not None and observed_tensors(graph_plan) != [name for group in groups for name in group]:
         groups = _tensor_groups(graph_plan, batches, run)  # SmoothQuant inserted Mul nodes
@@ -218,7 +221,7 @@ def decide_with_data(
             biases = corrected_biases(graph_plan, tensor_params, isolated, len(samples.fitted))
     with running("choosing weight scales"):
         decisions = replace(decisions, layers=layer_decisions(graph_plan, tensor_params, biases))
-    if biases and search.multiplications:
+    if biases and options.is_measured:
         with running("evaluating bias correction"):
             plain = replace(decisions, layers=layer_decisions(graph_plan, tensor_params, {}))
             decisions = _less_noise(plain, decisions, graph_plan.model, samples.evaluated, rewritten)
@@ -275,13 +278,13 @@ def _choose_quantizers(
         placements = graph_plan.placements(calibration.ranges)
         clipped = None
         if options.observer is None:
-            max_noise = MAX_REMAINING_NOISE if EFFORTS[options.effort].multiplications else MAX_CLIPPED_NOISE
+            max_noise = MAX_REMAINING_NOISE if options.is_measured else MAX_CLIPPED_NOISE
             clipped = choose_clipped(graph_plan, calibration, placements, isolated, max_noise)
         params = choose_params(placements, calibration, clipped)
         ranges = _Ranges(params, None if clipped is None else frozenset(clipped))
     can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
     is_needed = bool(clipped) or can_widen or options.keep_float == "auto"
-    if not is_needed or not EFFORTS[options.effort].multiplications:
+    if not is_needed or not options.is_measured:
         return _Choice(graph_plan, ranges)
     with running("measuring noise at the outputs"):
         noise = NoiseByLayer(graph_plan, params, samples.compared)
@@ -303,7 +306,6 @@ def _choose_quantizers(
             shares = choose_float(noise, graph_plan, replan)
     if shares:
         graph_plan = replan(list(shares))
-        reject_empty(graph_plan)
         placements = graph_plan.placements(calibration.ranges)
         ranges = ranges.with_new(choose_params(placements, calibration, ranges.clipped))  # new groups are not clipped
     steps = (
@@ -317,9 +319,7 @@ def _with_float(
     graph_plan: GraphPlan, work: Mapping[str, float], options: Options, observed: set[str], names: Sequence[str]
 ) -> GraphPlan:
     """Return a plan with some layers kept in float by float fallback, and with the new last layers before them."""
-    changed = graph_plan.without(names, FALLBACK_REASON)
-    last = choose_last_layers(changed, work, options.prefer, observed)
-    return changed.without(last.in_float, FLOAT_REASON).with_quantized_outputs(last.quantized)
+    return with_last_layers(graph_plan.without(names, FALLBACK_REASON), work, options.prefer, observed)
 
 
 def _equalize_and_smooth(
@@ -328,13 +328,13 @@ def _equalize_and_smooth(
     """Return the plan of the equalized and smoothed model, and the factors."""
     equalized: tuple[Equalized, ...] = ()
     smoothed: tuple[Smoothed, ...] = ()
-    evaluated = samples.evaluated if EFFORTS[options.effort].multiplications else ()
+    evaluated = samples.evaluated if options.is_measured else ()
     noise: float | None = None
     if options.equalize:
         with running("equalization"):
             equalized = equalization.choose(graph_plan, samples.fitted)
             if equalized:
-                changed = graph_plan.with_model(equalization.apply(_copy(graph_plan.model), equalized))
+                changed = graph_plan.with_model(equalization.apply(copied(graph_plan.model), equalized))
                 noises = _min_max_noises("equalization", (graph_plan, changed), evaluated)
                 equalized, graph_plan, noise = (
                     (equalized, changed, noises[1]) if noises[1] <= noises[0] else ((), graph_plan, noises[0])
@@ -343,16 +343,10 @@ def _equalize_and_smooth(
         with running("SmoothQuant"):
             smoothed = smoothquant.choose(graph_plan, samples.fitted, seed=options.seed)
             if smoothed:
-                changed = graph_plan.with_model(smoothquant.apply(_copy(graph_plan.model), smoothed))
+                changed = graph_plan.with_model(smoothquant.apply(copied(graph_plan.model), smoothed))
                 noises = _min_max_noises("SmoothQuant", (graph_plan, changed), evaluated, noise)
                 smoothed, graph_plan = (smoothed, changed) if noises[1] <= noises[0] else ((), graph_plan)
     return graph_plan, equalized, smoothed
-
-
-def _copy(model: ModelProto) -> ModelProto:
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    return copy
 
 
 def _min_max_noises(

@@ -41,11 +41,11 @@ def unclip(
     if not ranges:
         return {}
     chosen: set[str] = set()
-    pending = [list(ranges)]
+    pending = _halves(list(ranges))
     remaining, unclipped = noise.noise_with({}), noise.noise_with({}, ranges)
     if remaining > unclipped or not np.isfinite(remaining):
         return ranges
-    for _ in range(MAX_MEASUREMENTS):
+    for _ in range(MAX_MEASUREMENTS - 1):  # all groups together were measured above
         if not pending or not remaining:
             break
         groups = pending.pop(0)
@@ -53,9 +53,13 @@ def unclip(
         now = noise.noise_with({}, {group: ranges[group] for group in changed})
         if now < MAX_REMAINING_NOISE * remaining:
             chosen, remaining = changed, now
-        if len(groups) > 1:
-            half = len(groups) // 2
-            pending += [groups[:half], groups[half:]]
+        pending += _halves(groups)
     if remaining > MAX_CLIPPED_NOISE * unclipped:
         return ranges
     return {group: ranges[group] for group in ranges if group in chosen}
+
+
+def _halves(groups: list[str]) -> list[list[str]]:
+    """Return both halves of some groups; [] for a single group."""
+    half = len(groups) // 2
+    return [groups[:half], groups[half:]] if half else []

@@ -19,11 +19,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.onnx.float_fallback import NoiseByLayer, search_by_halves
+from detent.onnx.float_fallback import NEGLIGIBLE_NOISE, NoiseByLayer, search_by_halves
 from detent.onnx.graph_plan import NO_KERNEL, GraphPlan, LayerPlan, Preference
 from detent.onnx_model.sessions import FLOAT_NBYTES, tensor_nbytes
 
-__all__ = ["LastLayers", "choose_last_layers", "choose_slow_weights", "choose_wide", "multiplications"]
+__all__ = [
+    "LastLayers",
+    "choose_last_layers",
+    "choose_slow_weights",
+    "choose_wide",
+    "multiplications",
+    "with_last_layers",
+]
 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
@@ -40,7 +47,6 @@ MAX_DEQUANTIZE_WORK = 0.4  # share of the multiplications; above it, more weight
 MAX_WIDE_WORK = 0.01  # layers with 8-bit weights do at most this share of the multiplications
 ACCEPTED_NOISE = 1.1  # times the noise of all-8-bit weights (0.4 dB); below this noise, no more layers get 8 bits
 MIN_GAIN = 0.02  # a layer gets 8 bits only if this removes at least this share of the noise
-NEGLIGIBLE_NOISE = 1e-3  # noise relative to the power of an output (30 dB); below it, all weights keep 7 bits
 
 
 def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:
@@ -90,6 +96,14 @@ def choose_last_layers(
         # The layers before those in float are last layers now.
         plan = plan.without(small, FLOAT_REASON).with_quantized_outputs(large)
     return LastLayers(tuple(in_float), tuple(quantized))
+
+
+def with_last_layers(
+    plan: GraphPlan, work: Mapping[str, float], prefer: Preference, tensors: Collection[str] | None = None
+) -> GraphPlan:
+    """Return a plan with the result of ``choose_last_layers``, which has the same arguments."""
+    last = choose_last_layers(plan, work, prefer, tensors)
+    return plan.without(last.in_float, FLOAT_REASON).with_quantized_outputs(last.quantized)
 
 
 def _last_layers(plan: GraphPlan, tensors: Collection[str] | None) -> list[LayerPlan]:

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 MIN_NOISE_SHARE = 0.25  # share of the remaining noise; with less, float weights cost too many bytes for their gain
 MAX_WEIGHT_SHARE = 0.1  # share of the model's weight bytes; more would undo the compression
 MAX_LAYERS = 8  # limit on the layers kept in float
-NEGLIGIBLE_NOISE = 1e-3  # noise relative to the power of an output (30 dB); below it, no layer is kept in float
+NEGLIGIBLE_NOISE = 1e-3  # noise relative to the power of an output (30 dB); below it, no layer gets more precision
 MAX_REMAINING_NOISE = 0.9  # float fallback must remove at least 10 % of the noise
 SEARCH_SAMPLES = 2  # samples for the search; candidates are then measured on all samples
 

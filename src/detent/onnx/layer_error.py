@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent.onnx.graph_plan import GraphPlan
+from detent.onnx_model.files import copied
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of
 from detent.onnx_model.layers import Layer
 from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, needs_clip
@@ -224,8 +225,7 @@ class SwitchableModel:
         target: Target,
         threads: int = 0,
     ) -> None:
-        copy = ModelProto()
-        copy.CopyFrom(model)
+        copy = copied(model)
         graph = Graph(copy)
         nodes = {graph.node_name(node): node for node in graph.nodes}
         self.weights: dict[str, Array] = {}

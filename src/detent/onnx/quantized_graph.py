@@ -28,7 +28,7 @@ from detent.onnx.decisions import MAX_BIAS_CODE, Decisions, LayerDecision, Quant
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, activation_problem, weight_problem
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.stored_decisions import to_metadata
-from detent.onnx_model.files import ModelSource, load, load_model
+from detent.onnx_model.files import ModelSource, copied, load, load_model
 from detent.onnx_model.graph import DEQUANTIZE, QUANTIZE, Graph, clear_notes
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.ort_workarounds import guard_float, guard_pools, share_floats
@@ -164,16 +164,14 @@ def insert(
     )
     corrected = {name: CorrectedBias(np.asarray(bias)) for name, bias in (biases or {}).items()}
     layers = layer_decisions(plan, decisions.tensor_params(), corrected)
-    model = ModelProto()
-    model.CopyFrom(plan.model)
-    return write_quantizers(model, replace(decisions, layers=layers), is_replayed=_is_normal_form(plan.model))
+    return write_quantizers(
+        copied(plan.model), replace(decisions, layers=layers), is_replayed=_is_normal_form(plan.model)
+    )
 
 
 def _is_normal_form(model: ModelProto) -> bool:
     """Whether ``to_normal_form``, the first step of ``rewrite``, would leave a model unchanged."""
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    again = to_normal_form(copy, Graph(model).opset, force=True).model
+    again = to_normal_form(copied(model), Graph(model).opset, force=True).model
     parts = [(each.graph.node, each.graph.initializer, each.opset_import) for each in (model, again)]
     return parts[0] == parts[1] and model.ir_version == again.ir_version
 

@@ -40,6 +40,7 @@ __all__ = [
     "SAVE_LIMIT",
     "LoadedModel",
     "ModelSource",
+    "copied",
     "default_output",
     "load",
     "load_model",
@@ -123,7 +124,7 @@ def load_model(source: ModelSource) -> LoadedModel:
         return source
     if isinstance(source, ModelProto):
         check_depth(source.graph)  # otherwise, protobuf would reject deep nesting with its own error
-        model = _copy(source)
+        model = copied(source)
         _check(model, _ExternalData(None), "the model")
         return LoadedModel(model, None, _nbytes(model))
     if not isinstance(source, str | PathLike):
@@ -140,10 +141,11 @@ def load(source: ModelSource) -> ModelProto:
     Raises:
         FileFormatError, UnsupportedError: the model is invalid or not supported, see ``load_model``.
     """
-    return _copy(source.proto) if isinstance(source, LoadedModel) else load_model(source).proto
+    return copied(source.proto) if isinstance(source, LoadedModel) else load_model(source).proto
 
 
-def _copy(model: ModelProto) -> ModelProto:
+def copied(model: ModelProto) -> ModelProto:
+    """Return a copy of a model, which may be changed."""
     copy = ModelProto()
     copy.CopyFrom(model)
     return copy
@@ -495,7 +497,7 @@ def _serialized(model: ModelProto, limit: int) -> bytes | None:
 
 def _with_external_data(model: ModelProto, location: str) -> bytes:
     """Serialize a model; its large tensors refer to external data in the file ``location``."""
-    lean = _copy(model)
+    lean = copied(model)
     offset = 0
     for tensor in _tensors(lean):
         length = len(tensor.raw_data)
