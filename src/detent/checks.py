@@ -30,7 +30,7 @@ def as_integer(
     at_most: int | None = None,
     error: type[DetentError] = SpecError,
 ) -> int:
-    """Convert to a Python integer and check its bounds; NumPy integers are accepted, booleans are not."""
+    """Convert a value to a Python integer and check its bounds; accept NumPy integers, reject booleans."""
     bounds = "" if at_least is None else f" of at least {at_least}"
     if at_least is not None and at_most is not None:
         bounds = f" in {at_least}..{at_most if at_most < 1 << 31 else f'2**{at_most.bit_length()}-1'}"
@@ -46,7 +46,7 @@ def as_integer(
 
 
 def as_number(what: str, value: object, error: type[DetentError] = SpecError) -> float:
-    """Convert to a finite Python float; booleans and strings are rejected."""
+    """Convert a value to a finite Python float; reject booleans and strings."""
     if isinstance(value, bool | np.bool_ | str) or not isinstance(value, SupportsFloat):
         raise error(f"{what} must be a number, got {value!r}")
     try:
@@ -59,14 +59,14 @@ def as_number(what: str, value: object, error: type[DetentError] = SpecError) ->
 
 
 def as_shape(shape: object, what: str = "shape", error: type[DetentError] = ShapeError) -> tuple[int, ...]:
-    """Convert to a tuple of Python integers."""
+    """Convert a shape to a tuple of Python integers."""
     if type(shape) is tuple and all(type(size) is int and 0 <= size < SIZE_LIMIT for size in shape):
         return shape
     if isinstance(shape, str | bytes) or not isinstance(shape, Iterable):
         raise error(f"{what} must be a tuple of sizes such as (64, 256), got {shape!r}")
     sizes = tuple(shape)
     if len(sizes) > RANK_LIMIT:
-        raise error(f"{what} has {len(sizes)} sizes, expected at most {RANK_LIMIT}, NumPy's limit: merge some axes")
+        raise error(f"{what} has {len(sizes)} axes, but NumPy supports at most {RANK_LIMIT}: merge some axes")
     return tuple(
         as_integer(f"each size in {what}", size, at_least=0, at_most=SIZE_LIMIT - 1, error=error) for size in sizes
     )
@@ -79,10 +79,10 @@ def are_sizes(values: object) -> bool:
 
 
 def as_array(what: str, value: ArrayLike) -> NDArray[Any]:
-    """Convert to a NumPy array; ragged lists and masked arrays are rejected."""
+    """Convert a value to a NumPy array; reject ragged lists and masked arrays."""
     if isinstance(value, np.ma.MaskedArray):
         raise DtypeError(
-            f"{what} is a masked array, whose mask would be lost: fill the array first, for example with filled(0)"
+            f"{what} is a masked array, but masks are not supported: fill the array first, for example with filled(0)"
         )
     try:
         return np.asarray(value)
@@ -119,7 +119,7 @@ def first_nonfinite(values: NDArray[Any]) -> tuple[int, ...]:
 def refuse_nan(
     name: str, x: NDArray[Any], repair: str = "replace NaN in the data, or pass nan='zero_point' or nan='qmin'"
 ) -> None:
-    """Raise if x contains NaN; the message has the number of NaN, the index of the first NaN, and ``repair``."""
+    """Raise if x contains NaN; the message ends with the text ``repair``."""
     with np.errstate(all="ignore"):  # some dtypes of ml_dtypes warn about signaling NaN
         missing = np.isnan(x)
     count = int(np.count_nonzero(missing))
@@ -150,13 +150,13 @@ def float_dtype(dtype: DTypeLike, name: str = "x") -> np.dtype[Any]:
     if checked is None or checked not in _DTYPES:
         raise DtypeError(
             f"{name} has dtype {dtype if checked is None else checked}, expected float16, bfloat16, float32 or "
-            "float64: use one of these dtypes, for example with astype('float32')"
+            "float64: convert the array, for example with astype('float32')"
         )
     return checked
 
 
 def float_array(value: ArrayLike, name: str = "x") -> NDArray[Any]:
-    """Convert to a float array in native byte order; arrays of other libraries are rejected, not copied."""
+    """Convert a value to a float array in native byte order; reject arrays of other libraries."""
     if type(value) is np.ndarray and value.dtype in _DTYPES:
         return value
     if not isinstance(value, np.ndarray | np.generic | list | tuple | float | int):
@@ -167,7 +167,7 @@ def float_array(value: ArrayLike, name: str = "x") -> NDArray[Any]:
 
 
 def compute_type(dtype: Any, xp: Any) -> Any:  # noqa: ANN401 - types of the array library xp
-    """Return the type of arithmetic and scales for data of this dtype: float64 for float64, else float32."""
+    """Return the type that arithmetic and scales use for data of this dtype: float64 for float64, else float32."""
     return xp.float64 if dtype == xp.float64 else xp.float32
 
 

@@ -63,7 +63,7 @@ def parse(
 
 
 def _counts(text: str) -> tuple[tuple[str, int, int], ...]:
-    """Return (name, count, limit) for lists and objects together, and for values.
+    """Count the lists and objects in JSON text, and its values; return (name, count, limit) for both counts.
 
     A count is an upper bound, because brackets and commas inside strings are also counted.
     """
@@ -74,7 +74,7 @@ def _counts(text: str) -> tuple[tuple[str, int, int], ...]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict from JSON pairs; duplicate keys are errors."""
+    """Make a dict from the key-value pairs of a JSON object; raise if a key is repeated."""
     if len(dict(pairs)) != len(pairs):
         duplicates = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"duplicate keys {brief(duplicates)}")
@@ -122,7 +122,7 @@ def check_version(given: object, version: int, what: str, *, error: type[DetentE
     if type(given) is not int:
         raise error(f"got version {brief(given)} of {what}, expected version {version}, an integer")
     if given != version:
-        advice = "update detent" if given > version else "write it again, or use the older release that wrote it"
+        advice = "update detent" if given > version else "write it again, or use the older release of detent"
         raise error(
             f"got version {brief(given)} of {what}, but this release of detent reads version {version}: {advice}"
         )
@@ -138,7 +138,7 @@ _FAULTS = (
 def reading(
     complaint: str, *, error: type[DetentError] = FileFormatError, keep: type[DetentError] | tuple[()] = ()
 ) -> Iterator[None]:
-    """Raise ``error`` instead of exceptions that untrusted data cause; exceptions of type ``keep`` pass unchanged."""
+    """Convert exceptions that untrusted data cause to ``error``; exceptions of type ``keep`` pass unchanged."""
     try:
         yield
     except _FAULTS as fault:
@@ -180,7 +180,7 @@ def encode(value: object, leaves: Leaves = _NO_LEAVES) -> Any:  # noqa: ANN401 -
 
 
 def decode(cls: type[T], value: object, where: str, leaves: Leaves = _NO_LEAVES) -> T:
-    """Make a dataclass from the data that ``encode`` returned; ``where`` names the data in messages."""
+    """Make a dataclass instance from the data that ``encode`` returned; ``where`` names the data in messages."""
     hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     entries = table(value, where, hints)
     decoded = {name: _decoded(kind, entries[name], f"{where}.{name}", leaves) for name, kind in hints.items()}
@@ -274,7 +274,7 @@ def decode_array(value: object, what: str, *, error: type[DetentError] = FileFor
     dtype, listed = entry["dtype"], entry["values"]
     if not isinstance(dtype, str) or dtype not in _STORED_DTYPES or not isinstance(listed, list):
         raise error(
-            f"got {brief(entry)} for {what}, expected a list of numbers as 'values', and as 'dtype' one of "
+            f"got {brief(entry)} for {what}, expected a list of numbers in 'values', and in 'dtype' one of "
             f"{', '.join(sorted(_STORED_DTYPES))}"
         )
     shape = entry["shape"]

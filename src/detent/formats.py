@@ -72,7 +72,7 @@ class Format:
 
     @cached_property
     def finite_levels(self) -> tuple[float, ...]:
-        """The finite values to which encoding rounds, in ascending order; for floats, without negative values."""
+        """The finite values at scale 1, in ascending order; for float formats, only zero and the positive values."""
         return tuple(value for value in self.magnitudes if -inf < value < inf)
 
     @cached_property
@@ -145,7 +145,7 @@ def get_format(value: Format | str) -> Format:
     if isinstance(value, Format):
         return value
     if not isinstance(value, str):
-        raise DtypeError(f"got {value!r} as format, expected a dt.Format or the name of one, such as dt.int8 or 'int8'")
+        raise DtypeError(f"got {value!r} as format, expected a dt.Format such as dt.int8, or a name such as 'int8'")
     if value not in FORMATS:
         raise SpecError(f"unknown format {value!r}{closest(value, FORMATS)} expected {FORMAT_NAMES}")
     return FORMATS[value]

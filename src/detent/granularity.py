@@ -79,7 +79,7 @@ class Tiling:
         return prod(self.grid)
 
     def spread(self, values: Any, xp: Any = np) -> Any:  # noqa: ANN401 - arrays of any library
-        """Expand one value per parameter set to one value per element, in an array that broadcasts to the data.
+        """Expand one value per parameter set to an array that broadcasts to the data's shape.
 
         ``xp`` is the array library, such as NumPy.
 

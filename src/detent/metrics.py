@@ -105,8 +105,8 @@ class SignalNoise:
 class OutputComparison:
     """Comparison of two models' outputs, output by output.
 
-    A float output has an SQNR. An output of integers or booleans, such as labels or indices, has the share of equal
-    elements. The first output also has the agreement of predicted classes, if it has class scores or labels.
+    Float outputs are compared by SQNR. Integer and boolean outputs, such as labels, are compared by the share of equal
+    elements. If the first output contains class scores or labels, the predicted classes are compared, too.
 
     The shape of an output may depend on the data, as after NonMaxSuppression. An output is not compared on a batch if
     its two shapes differ or if it has no elements; ``not_compared`` lists such outputs.
@@ -160,7 +160,7 @@ class OutputComparison:
         return "" if x.size else "no elements"
 
     def _add_classes(self, x: Array, y: Array) -> None:
-        """Count the samples for which both models predict the same class; x and y are their first outputs.
+        """Count the samples for which both models predict the same class; x and y are the models' first outputs.
 
         The class is the column of the largest score, or a label.
         """
@@ -204,7 +204,7 @@ class OutputComparison:
         return wilson_interval(equal, total) if total else None
 
     def sqnr_interval_db(self, name: str) -> tuple[float, float] | None:
-        """Return the interval of an output's SQNR with 95 % confidence; None with fewer than two samples.
+        """Return the 95 % confidence interval of an output's SQNR; None with fewer than two samples.
 
         For N samples with signal power s and noise power n each, the ratio R = sum n / sum s has the relative standard
         error ``sqrt(N / (N - 1) * sum (n - R s)^2) / sum n``.
@@ -220,7 +220,7 @@ class OutputComparison:
 
     @property
     def not_compared(self) -> dict[str, str]:
-        """A dict that maps each output that was not compared on some batches to the first reason."""
+        """For each output that was not compared on some batches, the reason on the first of these batches."""
         texts = {}
         for name, reasons in self._skipped.items():
             part = "" if len(reasons) == self.batches else f", on {len(reasons)} of {self.batches} batches"
@@ -234,7 +234,7 @@ class OutputComparison:
 
 
 def _sample_powers(x: Array, y: Array, samples: int) -> tuple[Array, Array]:
-    """Return the signal and noise power of each sample; of the whole batch if rows are not samples."""
+    """Return the signal and noise power of each sample, or of the whole batch if rows are not samples."""
     rows = samples if x.ndim and len(x) == samples else 1
     with np.errstate(over="ignore", invalid="ignore"):  # outputs may be infinite
         signal, noise = x.reshape(rows, -1), (x - y).reshape(rows, -1)
@@ -260,7 +260,7 @@ def worst_output(sqnr_db: Mapping[str, float]) -> str:
 
 
 def cosine(x: ArrayLike, y: ArrayLike) -> float:
-    """Return the cosine similarity of x and y; 1 if both are all zeros, 0 if only one of them is.
+    """Return the cosine similarity of x and y; 1 if both are all zeros, 0 if only one is all zeros.
 
     >>> round(cosine([1.0, 1.0], [2.0, 2.0]), 6)
     1.0
@@ -330,5 +330,5 @@ def _pair(x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
 
 
 def _to_one(largest: float) -> tuple[float, float]:
-    """Return the power of two that scales the largest magnitude to about 1, so squares do not over- or underflow."""
+    """Return the power of two that scales the largest magnitude to about 1, so that squares stay in range."""
     return power_of_two(-frexp(largest)[1] if 0.0 < largest < inf else 0)

@@ -110,7 +110,7 @@ def dequantize(
 def fake_quantize(
     x: ArrayLike, params: ParamsLike, *, out: Array | None = None, nan: NaNPolicy = "propagate", step: int = 0
 ) -> Array:
-    """Fake-quantize x: ``dequantize(quantize(x))`` in one call, bit for bit; the result has x's dtype.
+    """Fake-quantize x; the result equals ``dequantize(quantize(x))`` in every bit and has x's dtype.
 
     Args:
         x: float data.
@@ -272,9 +272,9 @@ def fake_quantize_dynamic(
 ) -> tuple[Array, QuantParams]:
     """Fake-quantize x with params from its own range (dynamic quantization), and return values and params.
 
-    The result is that of ``params = QuantParams.from_data(spec, x)``, followed by ``fake_quantize(x, params)``, bit for
-    bit. But NaN and infinities are ignored for the range, instead of raising an error. x is read from memory only once
-    if its parameter sets fit into the CPU cache.
+    For finite x, the result equals ``fake_quantize(x, QuantParams.from_data(spec, x))`` bit for bit. The range ignores
+    NaN and infinities, for which ``from_data`` raises an error. x is read from memory only once if its parameter sets
+    fit into the CPU cache.
 
     Raises:
         RangeError: x is empty, or a parameter set has no finite value; the contents of ``out`` are then undefined.
@@ -300,8 +300,8 @@ def fake_quantize_dynamic(
     low, high, nonfinite = minmax(data, tiling)
     if (low > high).any():
         raise RangeError(
-            f"x is not finite in {nonfinite} of {data.size} elements, so there is no finite element for "
-            f"{int((low > high).sum())} of {low.size} scales: replace these elements, or use a coarser granularity"
+            f"x is not finite in {nonfinite} of {data.size} elements, so {int((low > high).sum())} of {low.size} "
+            "parameter sets have no finite element: replace these elements, or use a coarser granularity"
         )
     params = QuantParams.from_range(spec, low, high, dtype=compute_dtype(data.dtype))
     plan = find_plan("fake_quantize", data.shape, data.dtype, spec)

@@ -82,7 +82,7 @@ def pack(codes: ArrayLike, bits: int, layout: str | Layout = "low_first") -> Byt
 
 
 def _checked(codes: ArrayLike, bits: int) -> NDArray[Any]:
-    """Convert codes to one- or two-byte integers in C order; all must fit ``bits`` bits, signed or unsigned."""
+    """Convert codes to one- or two-byte integers in C order; raise if a code does not fit ``bits`` bits."""
     array = as_array("codes", codes)
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind not in "iu":

@@ -228,7 +228,7 @@ class QuantParams:
         return cls(QuantSpec(get_format(element), PerGroup(size)), np.ones(1, np.float32))
 
     def validate(self) -> None:
-        """Check every invariant again.
+        """Check again that scales and zero points are valid for the spec.
 
         Raises:
             ParamsError, ShapeError: an invariant is broken; the message shows the values.
@@ -291,7 +291,7 @@ class QuantParams:
         return parameter_bits(self.spec, count, 8 * self.scale.dtype.itemsize)
 
     def compute_arrays(self, dtype: str) -> Pair:
-        """Return scale and zero point as arrays of this dtype, the compute type of a kernel; the arrays are cached."""
+        """Return scale and zero point as cached arrays of ``dtype``, the compute type of a kernel."""
         cache = self.__dict__.setdefault("_cache", {})
         if dtype not in cache:
             cache[dtype] = (read_only(self.scale.astype(dtype)), read_only(self.zero_point.astype(dtype)))
@@ -355,7 +355,7 @@ class QuantParams:
         return (self.spec, *((str(part.dtype), part.shape, part.tobytes()) for part in parts if part is not None))
 
     def __reduce__(self) -> tuple[type["QuantParams"], tuple[object, ...]]:
-        """Make copies and unpickled values with the constructor, which checks them again."""
+        """Copy and unpickle through the constructor, which checks the values again."""
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     def __eq__(self, other: object) -> bool:

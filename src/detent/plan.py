@@ -239,7 +239,9 @@ class Plan:
         g, x = inputs
         gx = as_array("the result of ste", ste.function(g, x, params))  # type: ignore[arg-type]  # anything
         if gx.shape != g.shape or gx.dtype != g.dtype:
-            raise DtypeError(f"ste returned {gx.dtype} of shape {gx.shape}, expected {g.dtype} of shape {g.shape}")
+            raise DtypeError(
+                f"ste returned an array of dtype {gx.dtype} and shape {gx.shape}, expected {g.dtype} of shape {g.shape}"
+            )
         passed = Plan.select(self.operation, shape=self.shape, dtype=self.dtype, spec=self.spec, ste="identity")
         if len(self._row.outputs) == 1:
             return passed.run(gx, x, params, out=out, step=step)
@@ -311,7 +313,7 @@ def find_plan(
     ste: EstimatorLike = None,
     nan: NaNPolicy | None = None,
 ) -> Plan:
-    """Return the same plan as ``Plan.select``; arguments seen before need only one cache lookup."""
+    """Return the plan of ``Plan.select``, with a single cache lookup if the same arguments were used before."""
     key = (operation, shape, dtype, spec, ste, nan, current_kernels())
     try:
         plan = _PLANS.get(key)

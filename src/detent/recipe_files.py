@@ -1,4 +1,4 @@
-"""Recipes as JSON and TOML text, which have equal contents. Both are read as untrusted input.
+"""Recipes as JSON and TOML text. Both texts have the same contents, and both are read as untrusted input.
 
 ::
 
@@ -182,7 +182,7 @@ def _rule(i: int, data: object) -> Rule:
 
 
 def _field(key: str, value: object) -> object:
-    """Check the type of a field's value; if the value is a spec as a table, return the spec."""
+    """Check the type of a field's value, and convert a table of spec fields to a QuantSpec."""
     if key in SPECS and isinstance(value, dict):
         with reading(f"{key} is not a spec", error=SpecError, keep=SpecError):
             return QuantSpec.from_dict(value)

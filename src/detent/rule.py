@@ -118,7 +118,7 @@ class ObserverSpec:
     def params_of(self, x: NDArray[Any], spec: QuantSpec) -> QuantParams:
         """Compute the parameters of one array, such as a weight.
 
-        The observer "mse" with norm 2 searches the best scale on the elements of x, instead of on a histogram.
+        The observer "mse" with norm 2 searches for the best scale on the elements of x, instead of on a histogram.
         """
         if self.kind == "mse" and dict(self.settings)["norm"] == SQUARED and np.isfinite(x).all():
             return best_params(x, spec)
@@ -165,7 +165,8 @@ def _check_bare(observer: Observer) -> None:
         raise SpecError(f"got {observer!r}, which has observed data, expected an observer without data: call reset()")
     if observer.granularity != PerTensor():
         raise SpecError(
-            f"got {observer!r} with a granularity, but in a recipe, the spec sets the granularity: omit it here"
+            f"got {observer!r} with a granularity, but in a recipe, the spec sets the granularity: omit the "
+            "observer's granularity"
         )
 
 
@@ -392,6 +393,6 @@ def check_axis(spec: QuantSpec, weight: str, shape: tuple[int, ...]) -> None:
     kind, rank = spec.granularity, len(shape)
     if isinstance(kind, PerAxis | PerGroup) and not -rank <= kind.axis < rank:
         raise SpecError(
-            f"the recipe sets the spec {spec} for {weight}, but the weight's shape {shape} has no axis {kind.axis}: "
-            "use 'channel' for one scale per output channel, or change which layers the rule matches"
+            f"got the spec {spec} for {weight}, but the weight's shape {shape} has no axis {kind.axis}: use "
+            "'channel' for one scale per output channel, or skip this layer"
         )

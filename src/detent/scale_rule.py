@@ -69,7 +69,7 @@ def _derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Param
     scale, zero_point, empty = float_parameters(numpy, spec, np.reshape(lo, -1), np.reshape(hi, -1), dtype)
     if spec.convention.zero_range.kind == "error" and empty.any():
         raise RangeError(
-            f"the width is zero in {int(empty.sum())} of {empty.size} ranges, which convention "
+            f"{int(empty.sum())} of {empty.size} ranges have width zero, which convention "
             f"{spec.convention.name!r} rejects: remove constant data, or use a convention with a different zero_range"
         )
     if not np.isfinite(scale).all():
@@ -159,7 +159,7 @@ def _at_most(xp: Namespace, values: Array, bound: float) -> Array:
 
 
 def _power_of_two(spec: QuantSpec, lo: Float64, hi: Float64) -> NDArray[np.float32]:
-    """Return the OCP MX scales: powers of two that map the largest magnitude of a set to the top binade."""
+    """Return the OCP MX scales: powers of two that map the largest magnitude of a parameter set to the top binade."""
     largest = _largest(lo, hi)
     top = int(np.frexp(spec.qmax)[1]) - 1
     exponent = np.clip(np.frexp(largest)[1] - 1 - top, *MX_EXPONENTS)

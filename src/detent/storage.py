@@ -134,7 +134,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
 
 @cache
 def _system() -> str:
-    """Return four hex digits that identify this machine since its last boot. Its processes see each other's locks."""
+    """Return four hex digits that identify this machine and its last boot; processes on one machine share locks."""
     try:
         identity = BOOT_ID.read_bytes()
     except OSError:
@@ -166,7 +166,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _remove_unlocked(temporary: Path) -> None:
-    """Remove a temporary file if no process has locked it; raise an OSError if a process has."""
+    """Remove a temporary file; raise an OSError if a process holds a lock on the file."""
     handle = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,7 +8,7 @@ arrays                       bugs they reveal
 ties, and one ulp from ties  wrong rounding, ``x * (1 / s)`` instead of ``x / s``, zero point added too early
 empty, 0-d, 1 element, odd   shapes that loops and vectorized code mishandle
 NaN, infinities              undefined casts, ranges that never recover
-zeros of both signs          ``-0.0`` with another code than ``0.0``; scales of 0
+zeros of both signs          different codes for ``-0.0`` and ``0.0``; scales of 0
 subnormal, tiny, huge        scales that underflow, quotients that overflow
 constant, one-sided, outlier ranges that have width zero, exclude zero, or are stretched by one outlier
 memory                       wrong use of strides, order, offset, byte order and read-only memory
