@@ -263,7 +263,7 @@ def test_unused_codes_draw_a_warning_with_enough_data():
     model = one_linear(scale=1.0)
     x = (torch.arange(4096.0) % 100).reshape(-1, 4)
     assert any(
-        "leaves 61 % of its codes unused because a few outliers" in text for text in qt.health(model, [x]).warnings
+        "leaves 61 % of its codes unused, because a few outliers" in text for text in qt.health(model, [x]).warnings
     )
     assert qt.health(model, [x[:1000]]).warnings == ()  # too few to tell
 

@@ -360,7 +360,7 @@ def test_a_failing_rank_stops_the_others(ranks, failure, error_name):
     (_, first), (_, second) = ranks.outcomes(calibrate_failing, failure)
     assert first[:2] == (
         "StateError",
-        "calibration failed on rank 1, so this process stops, too: see the error of that rank",
+        "calibration failed on rank 1, so this process also stops: see the error message of the failed rank",
     )
     assert second[0] == error_name
 

@@ -57,7 +57,7 @@ _BFLOAT16 = FLOATS["bfloat16"]
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether native kernels can read the tensor.
+    """Return whether native kernels can read the tensor.
 
     The tensor must be an ordinary ``torch.Tensor`` in CPU memory, neither traced nor transformed by ``torch.func``. The
     result is also False during forward-mode differentiation, because native kernels do not compute tangents.
@@ -93,13 +93,13 @@ def check_float(x: object, name: str = "x") -> None:
 
 
 def scale_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of scales for x: float64 for float64 data, else float32."""
+    """Return the dtype of scales for x: float64 for float64 data, else float32."""
     dtype: torch.dtype = compute_type(x.dtype, torch)
     return dtype
 
 
 def to_array(x: Tensor) -> NDArray[Any]:
-    """A NumPy array that shares the tensor's memory."""
+    """Return a NumPy array that shares the tensor's memory."""
     data = x.detach()
     if x.dtype == torch.bfloat16:
         array: NDArray[Any] = to_array(data.view(torch.int16)).view(_BFLOAT16)
@@ -112,7 +112,7 @@ def to_array(x: Tensor) -> NDArray[Any]:
 
 
 def to_tensor(array: NDArray[Any]) -> Tensor:
-    """A tensor that shares the array's memory; a read-only array is copied."""
+    """Return a tensor that shares the array's memory; a read-only array is copied."""
     if not array.flags.writeable:
         array = array.copy()
     if array.dtype == _BFLOAT16:
@@ -138,7 +138,7 @@ class Order(NamedTuple):
 
 
 def order_of(x: Tensor, spec: QuantSpec) -> Order:
-    """The memory order of x if x is dense and the spec fits the permuted x; otherwise C order."""
+    """Return the memory order of x if x is dense and the spec fits the permuted x; otherwise C order."""
     granularity = spec.granularity
     if x.is_contiguous() or spec.rounding.kind == "stochastic":  # random numbers depend on positions in C order
         return Order(None, spec)
@@ -162,7 +162,7 @@ MAX_COPIED_ELEMENTS = 64  # up to this size, a key contains the bytes of a tenso
 
 
 def fingerprint(*tensors: Tensor) -> tuple[object, ...]:
-    """A key that changes if the tensors change.
+    """Return a key that changes if the tensors change.
 
     The key contains the bits or a checksum of each plain tensor on the CPU. It contains the address and PyTorch's
     version counter of every other tensor.
@@ -193,7 +193,7 @@ _buffers = _Buffers()
 
 
 def borrow(slot: Slot | None, like: Tensor) -> Tensor:
-    """An uninitialized C-contiguous tensor with the shape and dtype of ``like``.
+    """Return an uninitialized C-contiguous tensor with the shape and dtype of ``like``.
 
     The tensor is valid until the same slot is borrowed again. With slot None, the tensor has new memory.
     """
@@ -248,7 +248,7 @@ _HAS_DISTRIBUTED = torch.distributed.is_available()
 
 
 def is_distributed() -> bool:
-    """Whether ``torch.distributed`` is initialized.
+    """Return whether ``torch.distributed`` is initialized.
 
     If so, trainers may rewrite sharded weights without incrementing PyTorch's version counter.
     """
@@ -256,7 +256,7 @@ def is_distributed() -> bool:
 
 
 def process_count() -> int:
-    """The world size of ``torch.distributed``; 1 if it is not initialized."""
+    """Return the world size of ``torch.distributed``; 1 if it is not initialized."""
     return torch.distributed.get_world_size() if is_distributed() else 1
 
 
@@ -271,7 +271,7 @@ MEMORY_MAPS = Path("/proc/self/maps")
 
 
 def find_runtime() -> str | None:
-    """The path of the loaded OpenMP runtime; None unless exactly one runtime is loaded."""
+    """Return the path of the loaded OpenMP runtime, or None if no runtime or several runtimes are loaded."""
     try:
         lines = MEMORY_MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux

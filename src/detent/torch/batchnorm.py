@@ -86,7 +86,7 @@ class Fold:
         return _per_channel(torch.where(gain == 0, torch.ones_like(gain), gain), weight)
 
     def with_gain(self, weight: Tensor) -> Tensor:
-        """The weight w of the layer, multiplied by the gain of the batch norm: ``w * g``."""
+        """Return the weight w of the layer, multiplied by the gain of the batch norm: ``w * g``."""
         return weight * _per_channel(self.gain().to(weight.dtype), weight)
 
     def codes_with_gain(self, quantized: QuantizedTensor) -> QuantizedTensor:
@@ -98,7 +98,7 @@ class Fold:
         return QuantizedTensor.from_codes(quantized.codes * signs, params, quantized.dtype)
 
     def fake_quantize_with_gain(self, weight: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-        """Quantize a float weight, multiply it by the gain as ``codes_with_gain`` does, and dequantize it.
+        """Quantize a float weight, multiply the codes and scales by the gain, and dequantize the result.
 
         The computation uses torch operations and records no gradients.
         """
@@ -110,14 +110,14 @@ class Fold:
         return y if spec.format.kind == "float" else xp.where(y == 0, torch.zeros_like(y), y)
 
     def bias(self, bias: Tensor | None) -> Tensor:
-        """The bias of the layer after folding the batch norm: ``(b - mean) * g + beta``."""
+        """Return the bias of the layer after folding the batch norm: ``(b - mean) * g + beta``."""
         norm = self.norm
         gain, mean = self.gain(), norm.running_mean.detach()  # type: ignore[union-attr]
         shift = -mean if bias is None else full_tensor(bias.detach()) - mean
         return shift * gain if norm.bias is None else shift * gain + full_tensor(norm.bias.detach())
 
     def version(self) -> object:
-        """A key that changes if the gain changes.
+        """Return a key that changes if the gain changes.
 
         PyTorch's version counter cannot be the key, because it misses updates of the running statistics.
         """
@@ -141,7 +141,7 @@ class QuantizedNorm(nn.Module):
     frozen: bool  # whether training uses the running statistics and does not update them
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x, unless the layer before has already done so."""
+        """Normalize x; return x unchanged if the layer before has already applied this batch norm."""
         if self.fused:
             return x
         if self.frozen and self.training:
@@ -181,9 +181,9 @@ def _pairs_in_order(model: nn.Module) -> dict[str, str]:
 
 
 def _traced_pairs(model: nn.Module) -> dict[str, str]:
-    """Pairs of a layer and its batch norm that occur both in training mode and in evaluation mode.
+    """Return the (layer, batch norm) pairs that occur both in training mode and in evaluation mode.
 
-    A copy of the model is traced, which shares the parameters of the model.
+    The trace runs on a copy of the model, which shares the model's parameters.
     """
     copy = deepcopy(model, {id(each): each for each in model.parameters()})
     with torch.random.fork_rng(devices=[]):

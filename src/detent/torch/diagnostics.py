@@ -3,7 +3,7 @@
 =============  =======================================================================================================
 clip           share of elements whose code is clamped
 codes          share of the spec's codes that are in use
-drift          current scale / first calibrated or observed scale, for the scale that changed most
+drift          current scale divided by the first scale, for the scale that changed most
 oscillation    share of weights whose code goes back and forth
 saturated      share of elements whose gradient the straight-through estimator (STE) stops
 =============  =======================================================================================================
@@ -151,7 +151,7 @@ def sample(x: Tensor, params: QuantParams) -> tuple[Array, QuantParams]:
 
 @lru_cache(maxsize=1024)
 def _distance(size: int) -> int:
-    """The distance between samples: coprime to the size, so that every index of every axis is sampled."""
+    """Return the distance between samples: coprime to the size, so that every index of every axis is sampled."""
     step = max(1, -(-size // MAX_SAMPLE))
     while gcd(step, size) > 1:
         step += 1
@@ -160,7 +160,7 @@ def _distance(size: int) -> int:
 
 @lru_cache(maxsize=256)
 def _sets(granularity: Granularity, shape: tuple[int, ...]) -> NDArray[np.intp]:
-    """The index of the parameter set of each sampled element."""
+    """Return the index of the parameter set of each sampled element."""
     tiling = granularity.tiling(shape)
     size = int(np.prod(shape))
     indices = np.unravel_index(np.arange(0, size, _distance(size)), shape)
@@ -170,7 +170,7 @@ def _sets(granularity: Granularity, shape: tuple[int, ...]) -> NDArray[np.intp]:
 
 @lru_cache(maxsize=256)
 def _each(spec: QuantSpec) -> QuantSpec:
-    """The spec for a vector with one float scale per element."""
+    """Return the spec for a vector with one float scale per element."""
     return spec.replace(granularity=PerAxis(0), scale_format="float")
 
 
@@ -186,7 +186,7 @@ class Oscillation:
 
     @property
     def rate(self) -> float | None:
-        """The share of weights that oscillate; None before the second step."""
+        """The share of weights that oscillate, or None before the second step."""
         return float(np.mean(self._frequency > MAX_FREQUENCY)) if self.steps else None
 
     def update(self, data: Array, params: QuantParams) -> None:
@@ -227,7 +227,7 @@ class Watcher:
         self._every, self._calls = every, 0
 
     def __call__(self, quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
-        """Sample x: a weight at each call, an activation every few calls. If ``params`` is None, it is computed."""
+        """Sample x: a weight at each call, an activation every few calls; compute ``params`` if it is None."""
         if not quantizer.training or torch._C._are_functorch_transforms_active() or not x.numel():
             return
         self._calls += 1
@@ -242,7 +242,7 @@ class Watcher:
             self.oscillation.update(data, data_params)
 
     def measured(self) -> Measure | None:
-        """The counts over the latest samples of an activation; None if there are no samples."""
+        """Return the counts over the latest samples of an activation, or None if there are no samples."""
         return Measure.merge(self._recent) if self._recent else None
 
 
@@ -316,14 +316,14 @@ class QuantizerHealth:
         name: full name of the quantizer in the model.
         spec: spec of the quantizer, as text.
         mode: scale mode of the quantizer, as text.
-        source: origin of the measured data: "weight", "batches" or "watch"; "" if nothing was measured.
+        source: origin of the measured data: "weight", "batches" or "watch", or "" if nothing was measured.
         elements: number of measured elements.
         clip_fraction: share of elements whose code is clamped.
         code_usage: share of the spec's codes that are in use.
         drift: current scale divided by the first scale, for the scale that changed most.
         oscillation: share of weights whose code goes back and forth.
         saturated: share of elements whose gradient the straight-through estimator stops.
-        note: why nothing was measured; "" if something was measured.
+        note: why nothing was measured, or "" if something was measured.
         warnings: one text per problem, with advice.
     """
 
@@ -369,7 +369,7 @@ class HealthReport:
         return tuple(text for each in self.quantizers for text in each.warnings)
 
     def __getitem__(self, name: str) -> QuantizerHealth:
-        """The health of the quantizer with the full name ``name``."""
+        """Return the health of the quantizer with the full name ``name``."""
         rows = {each.name: each for each in self.quantizers}
         if name not in rows:
             raise SpecError(f"unknown quantizer {name!r}{closest(str(name), rows)} expected one of {list(rows)}")
@@ -421,7 +421,7 @@ class HealthReport:
         return ax
 
     def to_json(self) -> str:
-        """All metrics and warnings as JSON."""
+        """Return all metrics and warnings as JSON."""
         return json.dumps({"version": 1, "quantizers": [asdict(each) for each in self.quantizers]})
 
 
@@ -496,7 +496,7 @@ def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measu
 
 
 def _examine(name: str, quantizer: FakeQuantize, weight: Tensor | None, on_batches: Measure | None) -> QuantizerHealth:
-    """The health of a weight quantizer if ``weight`` is given, otherwise of an activation quantizer."""
+    """Return the health of a weight quantizer if ``weight`` is given, otherwise of an activation quantizer."""
     row = QuantizerHealth(name, str(quantizer.spec), str(quantizer.mode))
     unmeasured = _unmeasured(row, quantizer, weight)
     if unmeasured is not None:
@@ -525,7 +525,7 @@ def _examine(name: str, quantizer: FakeQuantize, weight: Tensor | None, on_batch
 
 
 def _unmeasured(row: QuantizerHealth, quantizer: FakeQuantize, weight: Tensor | None) -> QuantizerHealth | None:
-    """The health of a quantizer that cannot be measured; None if the quantizer can be measured."""
+    """Return the health of a quantizer that cannot be measured, or None if the quantizer can be measured."""
     if not quantizer.enabled:
         return replace(row, note="disabled")
     if not isinstance(quantizer.mode, PerBatch) and not quantizer.is_initialized:
@@ -546,7 +546,7 @@ def _measured(
     on_batches: Measure | None,
     watcher: Watcher | None,
 ) -> tuple[Measure | None, str]:
-    """The counts over a quantizer's data, and the name of the data source."""
+    """Return the counts over a quantizer's data, and the name of the data source."""
     if weight is not None and params is not None:
         return (measure(to_array(on_cpu(weight)), params, quantizer.ste), "weight") if weight.numel() else (None, "")
     if on_batches is not None:
@@ -562,7 +562,7 @@ def _first_scale(quantizer: FakeQuantize, watcher: Watcher | None) -> NDArray[An
 
 
 def _drift(first: NDArray[Any] | None, now: NDArray[Any]) -> float | None:
-    """The current value of the most changed scale, divided by its first value; None if the number of scales changed."""
+    """Return current / first scale for the scale that changed most, or None if the number of scales changed."""
     if first is None or first.size != now.size or not now.size:
         return None
     ratio = now.reshape(-1).astype(np.float64) / first.reshape(-1)
@@ -578,7 +578,8 @@ def _warnings(
     if result is not None and result.codes.size == 1 and result.size > 1:
         cause = "its range is too narrow" if clips else f"its {data} is constant or its scale is far too large"
         yield (
-            f"{name} is dead: all {result.size} codes of its {data} are equal because {cause}: check the layers before "
+            f"{name} is dead: all {result.size} codes of its {data} are equal, because {cause}: check the layers "
+            "before "
             "this quantizer, and calibrate again"
         )
         return
@@ -588,7 +589,7 @@ def _warnings(
     enough = row.elements >= ELEMENTS_PER_CODE * quantizer.spec.num_levels
     if row.code_usage is not None and result is not None and row.code_usage < USAGE_LIMIT and enough:
         advice = _usage_advice(quantizer, result, is_weight=is_weight)
-        yield f"{name} leaves {_share(1 - row.code_usage)} of its codes unused because {advice}"
+        yield f"{name} leaves {_share(1 - row.code_usage)} of its codes unused, because {advice}"
     if row.drift is not None and not 1 / DRIFT_LIMIT < row.drift < DRIFT_LIMIT:
         yield (
             f"{name}: the scale is {row.drift:.3g}x its first value: lower the learning rate, or calibrate again and "

@@ -138,7 +138,7 @@ def sync(model: nn.Module) -> None:
 
 
 def _folded_statistics(model: nn.Module) -> list[Tensor]:
-    """The running statistics of folded batch norms."""
+    """Return the running statistics of folded batch norms."""
     folds = (each.fold for each in model.modules() if isinstance(each, QuantizedMatmul))
     norms = [fold.norm for fold in folds if fold is not None]
     return [part for norm in norms for part in (norm.running_mean, norm.running_var) if part is not None]
@@ -204,7 +204,8 @@ def _exchange(data: bytes, model: nn.Module) -> list[bytes]:
     failed = [str(rank) for rank, size in enumerate(sizes) if size == FAILED]
     if failed:
         raise StateError(
-            f"calibration failed on rank {', '.join(failed)}, so this process stops, too: see the error of that rank"
+            f"calibration failed on rank {', '.join(failed)}, so this process also stops: see the error message "
+            "of the failed rank"
         )
     padded: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(max(sizes), np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
@@ -220,7 +221,7 @@ def _gather(own: Tensor, model: nn.Module) -> list[Tensor]:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """The device for tensors in collectives of the default process group."""
+    """Return the device for tensors in collectives of the default process group."""
     if process_count() == 1 or any(name in dist.get_backend() for name in ("gloo", "mpi", "cpu")):
         return torch.device("cpu")
     devices = (each.scale.device for each in quantizers_of(model).values())

@@ -60,7 +60,7 @@ def fake_quantize_masked(x: Tensor, params: QuantParams, ste: Estimator, step: i
 
 
 def masked_backward(g: Tensor, mask: Tensor, order: Order, params: QuantParams) -> Tensor:
-    """The gradient of x, given the output gradient g and the mask of ``fake_quantize_masked``."""
+    """Return the gradient of x, given the output gradient g and the mask of ``fake_quantize_masked``."""
     gradient = order.lay(g)
     gx = torch.empty_like(gradient)
     plan = _plan("fake_quantize_masked_backward", gradient, order.spec)
@@ -71,7 +71,7 @@ def masked_backward(g: Tensor, mask: Tensor, order: Order, params: QuantParams) 
 def backward(
     g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0, *, reuse: bool = False
 ) -> Tensor:
-    """The gradient of x, given the output gradient g; ``reuse`` permits overwriting g."""
+    """Return the gradient of x, given the output gradient g; ``reuse`` permits overwriting g."""
     order = order_of(x, params.spec)
     data, gradient = order.lay(x), order.lay(g)
     gx = gradient if reuse else torch.empty_like(gradient)
@@ -83,7 +83,7 @@ def backward(
 def learned_backward(
     g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, scale and zero point; sums add elements in C order, whatever the memory order of x."""
+    """Return the gradients of x, scale and zero point; sums add elements in C order, whatever the memory order of x."""
     data, gradient = x.contiguous(), g.contiguous()
     plan = _plan("fake_quantize_learned_backward", data, params.spec, ste)
     gradients = plan.run(to_array(gradient), to_array(data), params, step=step)
@@ -92,7 +92,7 @@ def learned_backward(
 
 
 def bounds(x: Tensor, spec: QuantSpec) -> tuple[Array, Array, int]:
-    """The smallest and largest finite element of each parameter set, and the number of non-finite elements."""
+    """Return the smallest and largest finite element of each parameter set, and the number of non-finite elements."""
     order = order_of(x, spec)
     data = order.lay(x)
     return minmax(to_array(data), order.spec.granularity.tiling(tuple(data.shape)))

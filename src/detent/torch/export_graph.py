@@ -181,7 +181,7 @@ class Lowering:
     def _quantization(
         self, key: str, params: QuantParams, rank: int, *, of_weight: bool, depthwise: bool = False, min_bits: int = 4
     ) -> QdqParams:
-        """The parameters as the file stores them; raises an error if the target or the opset does not support them."""
+        """Return the parameters in the file's layout; raise if the target or the opset does not support them."""
         target, format = self.target, params.spec.format
         try:
             if of_weight:
@@ -243,7 +243,7 @@ class Lowering:
             )
 
     def _is_read_transposed(self, name: str) -> bool:
-        """Whether all nodes that read a weight multiply float data by the transposed weight."""
+        """Return whether all nodes that read a weight multiply float data by the transposed weight."""
         readers = self.graph.consumers(name)
         return bool(readers) and all(self._has_float_input(node, name) for node in readers)
 

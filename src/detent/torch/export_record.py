@@ -64,7 +64,7 @@ class ExportRecord:
         container: str | None,
         dynamic_shapes: Any | None,
     ) -> "ExportRecord":
-        """The record of an export with the given arguments."""
+        """Return the record of an export with the given arguments."""
         named = example.items() if isinstance(example, Mapping) else (("", each) for each in example)
         inputs = tuple(ExampleInput(name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in named)
         try:
@@ -74,7 +74,7 @@ class ExportRecord:
         return cls(opset, container or "", inputs, {"value": shapes}, exporter_versions())
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON-ready data."""
+        """Return the record as JSON-ready data."""
         encoded: dict[str, Any] = encode(self)
         return {"version": VERSION, **encoded}
 
@@ -112,7 +112,7 @@ class ExportRecord:
 
     @property
     def problem(self) -> str:
-        """The reason why the export cannot be repeated on this machine; "" if it can."""
+        """The reason why the export cannot be repeated on this machine, or "" if it can."""
         installed = exporter_versions()
         for name in EXPORTERS:
             if self.exporters.get(name) != installed[name]:
@@ -158,7 +158,7 @@ class _Fields:
 
 
 def exporter_versions() -> dict[str, str]:
-    """The versions of the packages that write graphs."""
+    """Return the versions of the packages that write graphs."""
     return {name: version(name) for name in EXPORTERS}
 
 

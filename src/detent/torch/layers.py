@@ -127,16 +127,16 @@ class LayerKind:
     names: Callable[[Any], Iterator[str]] | None = None  # yields the weight names, if their number varies
 
     def weight_names(self, module: nn.Module) -> list[str]:
-        """The names of this module's weights."""
+        """Return the names of this module's weights."""
         names = self.weights if self.names is None else self.names(module)
         return [name for name in names if isinstance(module._parameters.get(name), nn.Parameter)]
 
     def axis(self, name: str) -> int:
-        """The output-channel axis of a weight."""
+        """Return the output-channel axis of a weight."""
         return self.weights.get(name, 0)
 
     def input_names(self) -> list[str]:
-        """The names of the input quantizers."""
+        """Return the names of the input quantizers."""
         count = min(self.inputs, 1) if self.shares_input else self.inputs
         return [f"input{'' if i == 0 else i + 1}_quantizer" for i in range(count)]
 
@@ -205,18 +205,18 @@ def register_layer(
 
 
 def float_class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before preparation."""
+    """Return the class of a module before preparation."""
     return getattr(type(module), "float_class", type(module))
 
 
 def kind_of(layer: nn.Module | type[nn.Module]) -> LayerKind | None:
-    """The ``LayerKind`` of the class or of its nearest registered base class; None if neither is registered."""
+    """Return the ``LayerKind`` of a class or its nearest registered base class, or None if neither is registered."""
     bases = (layer if isinstance(layer, type) else type(layer)).__mro__
     return next((_KINDS[base] for base in bases if base in _KINDS), None)
 
 
 def runs_as_matmul(layer: type[nn.Module]) -> bool:
-    """Whether a class computes exactly the matmul of its registered base class, and has no forward of its own."""
+    """Return whether a class computes exactly the matmul of its registered base class, without its own forward."""
     base = next((each for each in layer.__mro__ if each in _KINDS), None)
     if base is None or _KINDS[base].matmul is None:
         return False
@@ -245,7 +245,7 @@ class Operand(NamedTuple):
         return self._replace(values=self.values.without_graph())
 
     def learned(self) -> tuple[Tensor | None, Tensor | None]:
-        """The learned scale and the learned zero point; each is None if it is not learned."""
+        """Return the learned scale and the learned zero point; a value that is not learned is None."""
         return (None, None) if self.values is None else (self.values.scale, self.values.zero_point)
 
 
@@ -317,7 +317,7 @@ class _QuantizedMatmul(torch.autograd.Function):
 
 
 def _ste_gradients(g: Tensor | None, x: Tensor, operand: Operand, *, learn: bool) -> Gradients:
-    """The gradients of x, scale and zero point, given the gradient g of the quantized x; g may be overwritten."""
+    """Compute the gradients of x, scale and zero point from the gradient g of the quantized x; may overwrite g."""
     if g is None or operand.values is None:
         return g, None, None
     params, ste = operand.values.params, operand.ste
@@ -329,7 +329,7 @@ def _ste_gradients(g: Tensor | None, x: Tensor, operand: Operand, *, learn: bool
 
 
 def _ste_weight_gradients(g: Tensor | None, weight: Tensor, quantized: QuantizedWeight, *, learn: bool) -> Gradients:
-    """The gradients of weight w, scale and zero point, given the gradient g of the quantized ``fq(w * f) / f``."""
+    """Compute the gradients of weight w, scale and zero point from the gradient g of ``fq(w * f) / f``."""
     operand, factor = quantized.operand, quantized.factor
     if g is None or factor is None or (isinstance(operand.ste, Identity) and not learn):
         return _ste_gradients(g, weight, operand, learn=learn)

@@ -42,16 +42,16 @@ class LayerPlan:
     Attributes:
         name: full name of the layer in the model.
         type: name of the layer's class.
-        rule: index of the rule that applies; None if no rule matches.
-        reason: why the layer is kept in float; "" if it is quantized.
+        rule: index of the rule that applies, or None if no rule matches.
+        reason: why the layer is kept in float, or "" if it is quantized.
         weights: dict from weight names to specs, for the quantized weights.
-        input: spec of the layer's input; None if it stays float.
-        output: spec of the layer's output; None if it stays float.
+        input: spec of the layer's input, or None if it stays float.
+        output: spec of the layer's output, or None if it stays float.
         mode: scale mode of the activations.
         weight_mode: scale mode of the weights.
         ste: straight-through estimator; None uses the gradient mask of the spec's convention.
         observer: observer for calibration; None leaves the choice to ``qt.calibrating``.
-        norm: full name of the batch norm that is folded into the layer; "" if no batch norm is folded.
+        norm: full name of the batch norm that is folded into the layer, or "" if no batch norm is folded.
         tied: dict for weights shared with an earlier layer, from the weight name to the full name in that layer.
         nbytes_before: bytes of the float weights; a tied weight counts only in its first layer.
         nbytes_after: bytes of the quantized weights; a tied weight counts only in its first layer.
@@ -269,7 +269,7 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
 
 
 def _layer_problem(module: nn.Module) -> str:
-    """The reason why a layer cannot be quantized; "" if it can."""
+    """Return the reason why a layer cannot be quantized, or "" if it can."""
     if getattr(module, "sparse", False):
         return "sparse gradients are not supported: construct the layer with sparse=False"
     if getattr(module, "max_norm", None) is not None:
@@ -282,12 +282,12 @@ def _layer_problem(module: nn.Module) -> str:
 
 
 def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
-    """The spec for a weight: axis 0 of a per-channel rule becomes the output-channel axis."""
+    """Return the spec for a weight; the axis 0 of a per-channel spec becomes the weight's output-channel axis."""
     return spec.replace(granularity=PerAxis(axis)) if spec.granularity == PerAxis(0) and axis else spec
 
 
 def _weight_problem(spec: QuantSpec, shape: tuple[int, ...]) -> str:
-    """The reason why a weight of this shape cannot have the spec; "" if it can."""
+    """Return the reason why a weight of this shape cannot have the spec, or "" if it can."""
     kind = spec.granularity
     if isinstance(kind, PerToken):
         return "per-token granularity applies only to activations: use 'axis0', 'tensor' or groups for weights"
@@ -330,7 +330,7 @@ def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple
 
 
 def _with_norms(lines: list[LayerPlan], model: nn.Module) -> Iterator[LayerPlan]:
-    """Add to each LayerPlan the batch norm that is folded into the layer; layers with tied weights fold none."""
+    """Add the folded batch norm to the LayerPlan of each layer, except for layers with tied weights."""
     folds, modules = find_folds(model), dict(model.named_modules())
     owners = {owner for line in lines for owner in line.tied.values()}
     for line in lines:

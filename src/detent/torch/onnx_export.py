@@ -212,7 +212,7 @@ def _exported(
     opset: int,
     outputs: list[str],
 ) -> "ModelProto":
-    """Export the marked model; if ``dynamic_shapes`` is None, axis 0 varies unless torch's exporter rejects this."""
+    """Export the marked model; if ``dynamic_shapes`` is None, let axis 0 vary, unless the exporter rejects this."""
     args, kwargs = example
     shapes = _free_axes(marked.model, args, kwargs) if dynamic_shapes is None else dynamic_shapes
     try:
@@ -230,7 +230,7 @@ def _exported(
 
 
 def _free_axes(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Any:
-    """The dynamic shapes in which axis 0 of every argument varies, structured like the arguments of forward."""
+    """Return the dynamic shapes in which axis 0 of every argument varies, structured like the arguments of forward."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     arguments = dict(bound) if kwargs else tuple(bound.values())
     return pytree.tree_map(lambda x: {0: torch.export.Dim.AUTO} if x.ndim else None, arguments)
@@ -258,7 +258,7 @@ def run_exporter(
 
 
 def _ranges(program: torch.export.ExportedProgram) -> Ranges:
-    """The ranges of the symbolic sizes, after all steps of the exporter.
+    """Return the ranges of the symbolic sizes, after all steps of the exporter.
 
     ``range_constraints`` has the ranges of the first step. If a later step fixes a size, only the shape environment
     records the new range.

@@ -172,7 +172,7 @@ def apply_traced(
 
 
 def params_with(values: Values) -> QuantParams:
-    """The params with the learned values, whose shapes may differ from those in ``params`` by axes of length 1."""
+    """Return ``values.params`` with the learned scale and zero point instead of the stored ones."""
     params, spec = values.params, values.params.spec
     scale, zero_point = params.scale, params.zero_point
     if values.scale is not None:
@@ -190,7 +190,7 @@ def check_finite_zero_point(zero_point: Tensor) -> None:
 
 
 def rounded_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
-    """The learned zero points as forward uses them: rounded half to even, and clamped."""
+    """Return the learned zero points as forward uses them: rounded half to even, and clamped."""
     rounded: Tensor = scale_rule.whole_zero_point(xp, spec, zero_point.detach())
     return rounded
 
@@ -207,7 +207,7 @@ def _in_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> Any:
 
 
 def gradient_of(g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int, *, reuse: bool = False) -> Tensor:
-    """The gradient of x, given the gradient g of the fake-quantized x; ``reuse`` permits overwriting g."""
+    """Return the gradient of x, given the gradient g of the fake-quantized x; ``reuse`` permits overwriting g."""
     if isinstance(ste, Identity):
         return g
     if isinstance(ste, Custom):
@@ -226,12 +226,12 @@ def gradient_of(g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step:
 
 
 def is_differentiated_twice() -> bool:
-    """Whether autograd records this backward pass for a second backward pass (``create_graph=True``)."""
+    """Return whether autograd records this backward pass for a second backward pass (``create_graph=True``)."""
     return torch.is_grad_enabled()
 
 
 def check_second_derivatives(ste: Estimator, *, learned: bool = False) -> None:
-    """Raise if scales are learned or the estimator is not Identity or Clipped: there are no second derivatives."""
+    """Raise for learned scales and for estimators other than Identity and Clipped, which lack second derivatives."""
     if learned:
         raise learned_derivative_error()
     if not isinstance(ste, Identity | Clipped):
@@ -239,7 +239,7 @@ def check_second_derivatives(ste: Estimator, *, learned: bool = False) -> None:
 
 
 def learned_derivative_error() -> UnsupportedError:
-    """Make the error for requests of second or forward-mode derivatives of learned scales."""
+    """Make the error that learned scales have no second or forward-mode derivatives."""
     return UnsupportedError(
         "learned scales have no second or forward-mode derivatives: use another scale mode, or freeze the scales with "
         "scale_shift.requires_grad_(False)"
@@ -270,7 +270,7 @@ class _Selection(torch.autograd.Function):
 def learned_gradients(
     g: Tensor, x: Tensor, values: Values, ste: Estimator, step: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x, scale and zero point, in the shapes and dtypes of these tensors; None for a constant."""
+    """Return the gradients of x, scale and zero point, each in its tensor's shape and dtype; None for a constant."""
     kernel_ste = Identity() if isinstance(ste, Custom) else ste
     gx, *parts = eager.learned_backward(g, x, values.params, kernel_ste, step)
     if isinstance(ste, Custom):

@@ -1,6 +1,6 @@
 """ParameterState: the quantization parameters of a quantizer as the state of a module.
 
-The buffers have the true values: checkpoints, device moves and trainers read and write only the buffers. Values read
+The buffers hold the state: checkpoints, device moves and trainers read and write only the buffers. Values read
 from the buffers are cached until the bits of the buffers change. All code that changes the buffers is in this module;
 the module ``quantizer`` decides when to call it.
 
@@ -106,7 +106,7 @@ class ParameterState(nn.Module):
         self._make_state(dtype, self._state_shape(shape))
 
     def _state_shape(self, shape: tuple[int, ...] | None) -> tuple[int, ...]:
-        """The shape of the scale; (0,) if it is not known yet."""
+        """Return the shape of the scale, or (0,) if it is not known yet."""
         if isinstance(self.spec.granularity, PerTensor):
             return (1,) if isinstance(self.mode, Learned) else ()
         if shape is None and isinstance(self.mode, Learned):
@@ -161,7 +161,7 @@ class ParameterState(nn.Module):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a forward pass has all that it needs: the parameters are set, or the mode is PerBatch."""
+        """Whether a forward pass can run: the parameters are set, or the mode is PerBatch."""
         return isinstance(self.mode, PerBatch) or self.is_initialized
 
     @property
@@ -172,7 +172,7 @@ class ParameterState(nn.Module):
         return is_constant and spec.granularity == PerAxis(0) and spec.symmetric and spec.qmin == -spec.qmax
 
     def version(self) -> object:
-        """A key that changes if the same data may get different parameters."""
+        """Return a key that changes if the same data may get different parameters."""
         if isinstance(self.mode, PerBatch):
             return ()
         if isinstance(self.mode, Learned):
@@ -188,7 +188,7 @@ class ParameterState(nn.Module):
         return self.refresh().stored_params()
 
     def stored_params(self) -> QuantParams:
-        """The parameters in the buffers."""
+        """Return the parameters in the buffers."""
         memo = self._memo
         if memo.params is not None and (self.scale.shape == (0,) or self._contains(memo.params)):
             return memo.params
@@ -203,7 +203,7 @@ class ParameterState(nn.Module):
         return memo.params
 
     def _contains(self, params: QuantParams) -> bool:
-        """Whether the buffers contain these parameters, rounded to the dtype of the buffers."""
+        """Return whether the buffers contain these parameters, rounded to the dtype of the buffers."""
         if self.scale.device.type != "cpu":
             return False
         scale, zero_point = self._array("scale"), self._array("zero_point")
@@ -262,7 +262,7 @@ class ParameterState(nn.Module):
         return self
 
     def hold(self, params: QuantParams) -> None:
-        """Keep the parameters of a batch in the buffers; if their shape differs from the buffers, only in the cache.
+        """Store the parameters of a batch in the buffers, or only in the cache if the buffers have a different shape.
 
         The shape of per-token parameters varies between batches.
         """
@@ -272,9 +272,9 @@ class ParameterState(nn.Module):
             self._memo.params = params
 
     def hold_traced(self, scale: Tensor, zero_point: Tensor) -> None:
-        """Keep the parameters of a batch in the buffers, in torch operations.
+        """Store the parameters of a batch in the buffers, with torch operations.
 
-        Under ``vmap``, the parameters are not kept if each sample has its own.
+        Under ``vmap``, the parameters are not stored if each sample has its own parameters.
         """
         if self.scale.shape != scale.shape or is_batched_beyond(scale, self.scale):
             return
@@ -297,7 +297,7 @@ class ParameterState(nn.Module):
         return params
 
     def _params_from(self, lo: Array, hi: Array) -> QuantParams:
-        """The parameters for a range; ``from_range``, which is slower, is called only to raise an error."""
+        """Return the parameters for a range; call the slower ``from_range`` only to raise its error."""
         dtype = self._scale_dtype
         if not (lo <= hi).all():
             return QuantParams.from_range(self.spec, lo, hi, dtype=dtype)
@@ -368,7 +368,7 @@ class ParameterState(nn.Module):
             buffer.copy_(torch.from_numpy(array.copy()))
 
     def _array(self, name: str) -> Array:
-        """A buffer's memory as a cached array; a copy if the buffer is not on the CPU."""
+        """Return a buffer's memory as a cached array; a copy if the buffer is not on the CPU."""
         buffer: Tensor = self._buffers[name]  # type: ignore[assignment]  # names are buffers
         if buffer.device.type != "cpu":
             return to_array(on_cpu(buffer))
@@ -405,7 +405,7 @@ class ParameterState(nn.Module):
             raise StateError(f"{self.label}: {difference}: load a checkpoint with the same spec and mode")
 
     def compare_state(self, state: object) -> str:
-        """Describe how the spec and mode of a saved state differ from this quantizer; "" if they agree."""
+        """Describe how the spec and mode of a saved state differ from this quantizer, or "" if they agree."""
         got = f"{state.dtype} of shape {tuple(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
         try:
             if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > MAX_EXTRA_STATE_BYTES:

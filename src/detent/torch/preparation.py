@@ -317,7 +317,7 @@ def _check_folds(model: nn.Module) -> None:
 
 
 def plan_of(model: nn.Module) -> ModelPlan:
-    """The plan of a prepared model; raises StateError if the model is not prepared."""
+    """Return the plan of a prepared model; raise StateError if the model is not prepared."""
     roots = _roots(model)
     if not roots:
         raise StateError("the model is not prepared: call qt.prepare(model, recipe) first")
@@ -325,18 +325,18 @@ def plan_of(model: nn.Module) -> ModelPlan:
 
 
 def _roots(model: nn.Module) -> list[_Prepared]:
-    """The states of all prepared models inside this module, which may be a trainer's wrapper."""
+    """Return the states of all prepared models inside this module, which may be a trainer's wrapper."""
     plans = (vars(module).get(_PLAN) for module in model.modules())
     return [each for each in plans if isinstance(each, _Prepared)]
 
 
 def is_frozen(model: nn.Module) -> bool:
-    """Whether a prepared model was frozen."""
+    """Return whether a prepared model was frozen."""
     return any(each.frozen for each in _roots(model))
 
 
 def quantizers_of(model: nn.Module) -> dict[str, FakeQuantize]:
-    """The quantizers of a model by full name; a quantizer of tied weights occurs once."""
+    """Return the quantizers of a model by full name; a quantizer of tied weights occurs once."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantize)}
 
 
@@ -353,8 +353,8 @@ def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, Fake
             full = f"{prefix}.{name}".lstrip(".")
             if layer._parameters.get(name) is None:
                 raise StateError(
-                    f"{full} is not a parameter any more, but was one in qt.prepare: prune and parametrize before "
-                    "qt.prepare"
+                    f"{full} is not a parameter any more, but was a parameter in qt.prepare: prune and "
+                    "parametrize before qt.prepare"
                 )
             weights.append((full, layer, name, quantizer))
     return weights

@@ -73,7 +73,7 @@ class QuantizedLayer(nn.Module):
         return self._quantized_output(result)
 
     def quantizer(self, name: str) -> FakeQuantize | None:
-        """The quantizer with this name; None if it does not exist or is disabled."""
+        """Return the quantizer with this name, or None if it does not exist or is disabled."""
         module = self._modules.get(name)
         return module if isinstance(module, FakeQuantize) and module.enabled else None
 
@@ -96,13 +96,13 @@ class QuantizedLayer(nn.Module):
         return (quantizer(result[0]), *result[1:]) if isinstance(result, tuple) else quantizer(result)
 
     def weight_in_forward(self, name: str) -> Tensor:
-        """The quantized weight inside forward, and the float parameter outside."""
+        """Return the quantized weight inside forward, and the float parameter outside."""
         parameter = self._parameter(name)
         quantizer = self.quantizer(f"{name}_quantizer") if self._forwards else None
         return parameter if quantizer is None or quantizer.is_passing else quantizer(parameter)
 
     def weight_quantizer_of(self, name: str) -> FakeQuantize:
-        """The quantizer of a weight, even if it is disabled."""
+        """Return the quantizer of a weight, even if it is disabled."""
         module = self._modules.get(f"{name}_quantizer")
         if not isinstance(module, FakeQuantize):
             raise UnsupportedError(
@@ -111,11 +111,11 @@ class QuantizedLayer(nn.Module):
         return module
 
     def float_weight(self, name: str) -> Tensor:
-        """The float weight that is quantized for export."""
+        """Return the float weight that is quantized for export."""
         return full_tensor(self._parameter(name).detach())
 
     def exported_weight(self, name: str) -> QuantizedTensor:
-        """The quantized weight as it is exported."""
+        """Return the quantized weight as it is exported."""
         data, quantizer = on_cpu(self.float_weight(name)), self.weight_quantizer_of(name)
         return quantize(to_array(data), quantizer.values_for(data).params)
 
@@ -131,7 +131,7 @@ _counter_lock = threading.Lock()
 
 
 def _count_forwards(layers: list[QuantizedLayer], change: int) -> None:
-    """Change each layer's number of running forward passes by 1 when a pass begins, and by -1 when it ends."""
+    """Add ``change`` to each layer's number of running forward passes: 1 when a pass begins, -1 when it ends."""
     if torch.compiler.is_compiling():  # compilers cannot trace a lock; a trace runs in one thread
         for layer in layers:
             layer._forwards += change
@@ -225,7 +225,7 @@ class QuantizedMatmul(QuantizedLayer):
     # The weight in a forward pass
 
     def _native_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> tuple[Tensor, QuantizedWeight]:
-        """The tensor that receives the gradient, and the quantized weight for the matmul."""
+        """Return the tensor that receives the gradient, and the quantized weight for the matmul."""
         fold = self.fold
         if fold is None or not fold.is_fused:
             return weight, self._unfused_weight(weight, quantizer)
@@ -235,7 +235,7 @@ class QuantizedMatmul(QuantizedLayer):
         return constant.tensor, constant
 
     def _traced_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> Tensor:
-        """The quantized weight for the matmul, computed in torch operations."""
+        """Return the quantized weight for the matmul, computed in torch operations."""
         fold = self.fold
         if fold is None or not fold.is_fused:
             return weight if quantizer is None else unfused_weight(weight, self._factor(weight, quantizer), quantizer)
@@ -254,7 +254,7 @@ class QuantizedMatmul(QuantizedLayer):
         return once(id(fold), lambda: fold.factor(weight), lambda: fold.factor(weight))
 
     def _unfused_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> QuantizedWeight:
-        """The weight of forward passes before ``qt.freeze``, from the cache if nothing has changed."""
+        """Return the weight of forward passes before ``qt.freeze``, from the cache if nothing has changed."""
         if quantizer is None:
             return QuantizedWeight(FLOAT, None, weight.detach(), keep=True)
         step = quantizer.next_step()
@@ -277,7 +277,7 @@ class QuantizedMatmul(QuantizedLayer):
         return quantized if learned is None else quantized._replace(operand=Operand(learned, quantizer.ste, step))
 
     def _exported_constant(self, weight: Tensor, quantizer: FakeQuantize | None, fold: Fold) -> QuantizedWeight:
-        """The exported weight, as a constant."""
+        """Return the exported weight, as a constant."""
 
         def make(_: bool) -> QuantizedWeight:
             if quantizer is None:
@@ -301,12 +301,12 @@ class QuantizedMatmul(QuantizedLayer):
     # The exported weight
 
     def float_weight(self, name: str) -> Tensor:
-        """The float weight that is quantized for export: ``w * g``, or ``w`` if the scales absorb the gain."""
+        """Return the float weight that is quantized for export: ``w * g``, or ``w`` if the scales absorb the gain."""
         weight, fold = super().float_weight(name), self.fold
         return weight if fold is None or self.weight_quantizer_of(name).absorbs_gain else fold.with_gain(weight)
 
     def exported_weight(self, name: str) -> QuantizedTensor:
-        """The quantized weight as it is exported, including the gain of a batch norm."""
+        """Return the quantized weight as it is exported, including the gain of a batch norm."""
         quantized, fold = super().exported_weight(name), self.fold
         if fold is None or not self.weight_quantizer_of(name).absorbs_gain:
             return quantized
@@ -327,7 +327,7 @@ class WeightKey(NamedTuple):
 
     @staticmethod
     def of(weight: Tensor, quantizer: FakeQuantize | None, fold: Fold | None) -> "WeightKey":
-        """The key for the current state of the weight."""
+        """Return the key for the current state of the weight."""
         return WeightKey(
             weight.data_ptr(),
             weight._version,
@@ -382,7 +382,7 @@ _CLASSES: dict[tuple[type[nn.Module], LayerKind | None], type[nn.Module]] = {}
 
 
 def quantized_class(layer: type[nn.Module]) -> type[nn.Module]:
-    """The class that replaces a layer's class in preparation."""
+    """Return the class that replaces a layer's class in preparation."""
     key = layer, kind_of(layer)
     if key not in _CLASSES:
         _CLASSES[key] = _make_class(layer)
@@ -412,7 +412,7 @@ def _make_class(layer: type[nn.Module]) -> type[nn.Module]:
 
 
 def _forward_like(layer: type[nn.Module]) -> Callable[..., Any]:
-    """A forward with the signature of the float layer, which exporters inspect."""
+    """Return a forward method with the signature of the float layer, because exporters inspect the signature."""
 
     def forward(self: QuantizedLayer, *args: Any, **kwargs: Any) -> Any:
         return QuantizedLayer.forward(self, *args, **kwargs)
@@ -439,6 +439,6 @@ def _set_flat_weights(layer: Any, weights: list[Tensor]) -> None:
 
 
 def _blank(layer: type[nn.Module]) -> nn.Module:
-    """An uninitialized module of the quantized class, for copies and pickles."""
+    """Return an uninitialized module of the quantized class, for copies and pickles."""
     quantized = quantized_class(layer)
     return quantized.__new__(quantized)

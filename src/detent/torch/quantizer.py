@@ -143,7 +143,7 @@ class FakeQuantize(ParameterState):
         return is_plain(x) and self.scale.device.type == "cpu"
 
     def next_step(self) -> int:
-        """The counter of stochastic rounding, which advances with each training forward pass."""
+        """Return the counter of stochastic rounding; in training, also advance the counter."""
         if not self.is_stochastic:
             return 0
         if not self.training:
@@ -263,7 +263,7 @@ class FakeQuantize(ParameterState):
         return lo, hi
 
     def _update_ema(self, x: Tensor) -> QuantParams | None:
-        """Mode EMA: update the range with x and return new parameters; None if only ``qt.sync`` updates the range."""
+        """Mode EMA: update the range with x and return new parameters; return None if ``qt.sync`` does this."""
         if self.sync and not (self.is_initialized or self.delayed):
             self._check_can_start()
         lo, hi = self._range_of(x)
@@ -367,7 +367,7 @@ class FakeQuantize(ParameterState):
 
 
 def _may_write_in_evaluation() -> bool:
-    """Whether evaluation may write to buffers, which is forbidden in exported programs and under ``torch.func``."""
+    """Return whether evaluation may write to buffers; exported programs and ``torch.func`` forbid this."""
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
     return not torch._C._are_functorch_transforms_active()

@@ -39,7 +39,7 @@ _hooks_of_saved_tensors: Callable[[bool], object] = getattr(
 
 
 def is_recomputing() -> bool:
-    """Whether this code runs inside a backward pass, where activation checkpointing repeats forward passes."""
+    """Return whether a backward pass is running, in which activation checkpointing repeats forward passes."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -110,7 +110,7 @@ class Recording:
         self._record.values.setdefault(owner, []).append(value)
 
     def take(self, owner: object) -> tuple[Any, ...]:
-        """Return ``(value,)``, the value that the owner used at this point of the first pass; () without a record."""
+        """Return ``(value,)`` with the value that the owner used here in the first pass; () without a record."""
         if self._record is None:
             self._record = self._find() or _Record()
         values, index = self._record.values.get(owner, ()), self._taken.get(owner, 0)
@@ -118,7 +118,7 @@ class Recording:
         return (values[index],) if index < len(values) else ()
 
     def _find(self) -> _Record | None:
-        """The record for a repeated pass: the newest record with this input, otherwise the next record in order."""
+        """Find the record for a repeated pass: the newest one with this input, or else the next one in order."""
         key = _key_of(self._x)
         with _lock:
             records = list(_journals.get(self._layer, ()))
@@ -137,7 +137,7 @@ class Recording:
 
 
 def is_recorded() -> bool:
-    """Whether the forward pass of a layer is being recorded or replayed."""
+    """Return whether the forward pass of a layer is being recorded or replayed."""
     return bool(_active.recordings)
 
 
@@ -159,13 +159,13 @@ def once(owner: object, first: Callable[[], Value], again: Callable[[], Value]) 
 
 
 def _key_of(x: Any) -> object:
-    """A key for the bits of an input; for devices other than the CPU, a checksum computed on that device."""
+    """Return a key for the bits of an input; for devices other than the CPU, a checksum computed on that device."""
     x = x.detach().contiguous()
     return tuple(x.shape), fingerprint(x) if x.device.type == "cpu" else _checksum(x)
 
 
 def _checksum(x: Tensor) -> int:
-    """A checksum of the elements' bit patterns, weighted by position; runs on any device."""
+    """Return a checksum of the elements' bit patterns, weighted by position; runs on any device."""
     bits = x.view((torch.uint8, torch.int16, torch.int32, torch.int64)[x.element_size().bit_length() - 1]).flatten()
     mixed = torch.arange(1, min(bits.numel(), CHECKSUM_CHUNK) + 1, device=x.device) * HASH_MULTIPLIER
     weights = (mixed ^ (mixed >> 31)) * HASH_MULTIPLIER | 1

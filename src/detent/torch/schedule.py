@@ -106,12 +106,12 @@ class Schedule:
             self._apply()
 
     def _given(self) -> dict[str, int]:
-        """The arguments that differ from their defaults."""
+        """Return the arguments that differ from their defaults."""
         pairs = ((name, getattr(self, name)) for name in EVENTS)
         return {name: value for name, value in pairs if value is not None and (name, value) != ("delay", 0)}
 
     def _before(self, name: str) -> bool | None:
-        """Whether the current step is before the step in the argument ``name``; None if the argument is None."""
+        """Return whether the current step is before the step in the argument ``name``; None if the argument is None."""
         value: int | None = getattr(self, name)
         return None if value is None else self.steps < value
 

@@ -46,7 +46,7 @@ def fake_quantize_backward(
     ste: Estimator,
     step: int | Tensor = 0,
 ) -> Tensor:
-    """The gradient of x given the gradient g of ``fake_quantize``, in x's dtype."""
+    """Return the gradient of x given the gradient g of ``fake_quantize``, in x's dtype."""
     tensors = (g.detach(), x.detach(), scale.detach(), zero_point)
     options = _options(x, zero_point, spec, step)
     return cast("Tensor", reference.fake_quantize_backward(*tensors, **options, ste=ste))
@@ -62,7 +62,7 @@ def fake_quantize_learned_backward(
     grad_scale: float | None = None,
     step: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, scale and zero point (LSQ, LSQ+); the last two have the shape of the scale.
+    """Return the gradients of x, scale and zero point (LSQ, LSQ+); the last two have the shape of the scale.
 
     The order of additions is fixed, so the compiled graph depends on the number of elements in a parameter set. Above
     1024 elements, each doubling adds one addition to the graph.
@@ -74,13 +74,13 @@ def fake_quantize_learned_backward(
 
 
 def minmax(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The smallest and largest finite element of each parameter set; (inf, -inf) if no element is finite."""
+    """Return the smallest and largest finite element of each parameter set; (inf, -inf) if no element is finite."""
     lo, hi = reference.minmax(x.detach(), _tiling(x, spec), xp=xp)
     return lo, hi
 
 
 def derive(spec: QuantSpec, lo: Tensor, hi: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Scale and zero point for each range; undefined for a range that ``from_range`` rejects.
+    """Derive scale and zero point for each range; the result is undefined for a range that ``from_range`` rejects.
 
     The scale has the type ``dtype``, or the type of lo if ``dtype`` is None.
     """
@@ -95,7 +95,7 @@ def derive(spec: QuantSpec, lo: Tensor, hi: Tensor, dtype: torch.dtype | None = 
 
 
 def _tiling(x: Tensor, spec: QuantSpec) -> Tiling:
-    """The division of x into parameter sets, computed without the cache, which compilers cannot trace."""
+    """Return the division of x into parameter sets, computed without the cache, which compilers cannot trace."""
     return spec.granularity._tiling(tuple(x.shape))
 
 

@@ -50,7 +50,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def searchsorted(bounds: Tensor, values: Tensor, side: str) -> Tensor:
-    """The array API's ``searchsorted``, for values in any memory order."""
+    """Compute the array API's ``searchsorted`` for values in any memory order."""
     return torch.searchsorted(bounds, values.contiguous(), side=side)
 
 
@@ -80,7 +80,7 @@ def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def signbit(x: Tensor) -> Tensor:
-    """Whether the sign bit is set; True for -0.0."""
+    """Return whether the sign bit is set; True for -0.0."""
     return _bits(x) < 0
 
 

@@ -21,13 +21,13 @@ def _is_transformed() -> bool:
 
 
 def _level(x: Tensor) -> int:
-    """The level of the innermost ``torch.func`` transform that x is part of; less than 1 for a plain tensor."""
+    """Return the level of the innermost ``torch.func`` transform that x is part of; less than 1 for a plain tensor."""
     level: int = torch._C._functorch.maybe_get_level(x)
     return level
 
 
 def lifted(x: Tensor, buffer: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """The value of x outside the transforms that the buffer is not part of; ``reduce`` merges ``vmap`` samples."""
+    """Return x outside the transforms that the buffer is not part of; ``reduce`` merges the samples of ``vmap``."""
     if not _is_transformed():
         return x
     functorch = torch._C._functorch
@@ -40,7 +40,7 @@ def lifted(x: Tensor, buffer: Tensor, reduce: Callable[[Tensor, int], Tensor]) -
 
 
 def is_batched_beyond(x: Tensor, buffer: Tensor) -> bool:
-    """Whether x has a ``vmap`` axis that the buffer does not have."""
+    """Return whether x has a ``vmap`` axis that the buffer does not have."""
     if not _is_transformed():
         return False
     while _level(x) > max(_level(buffer), 0):

@@ -49,10 +49,11 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
             missing = {name: each for name, each in missing.items() if id(each) not in trained}
         if missing:
             warnings.warn(
-                f"no optimizer trains some learned scales and zero points: {len(missing)} in total, the first is "
-                f"{next(iter(missing))!r}. Construct the optimizer after qt.prepare, or add them: optimizer."
+                f"no optimizer trains {len(missing)} learned scales and zero points (first: "
+                f"{next(iter(missing))!r}). Construct the optimizer after qt.prepare, or add the parameters to "
+                "the optimizer: optimizer."
                 'add_param_group({"params": [p for n, p in model.named_parameters() if n.endswith("_shift")]}). To '
-                "keep them constant, call requires_grad_(False) on them.",
+                "keep the scales constant, call requires_grad_(False) on these parameters.",
                 stacklevel=3,
             )
     if not _undecided:
@@ -77,5 +78,5 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[int]:
 
 
 def _all_optimizers() -> list[Optimizer]:
-    """All optimizers of the process, including those that have not stepped yet."""
+    """Return all optimizers of the process, including those that have not stepped yet."""
     return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
