@@ -305,7 +305,7 @@ def test_budget_adds_up():
 
 
 def test_budget_needs_every_shape():
-    with pytest.raises(dt.ShapeError, match=r"got shapes for \['a'\], expected a shape for 'b'"):
+    with pytest.raises(dt.ShapeError, match=r"got shapes for \['a'\], but no shape for observer 'b'"):
         budget({"a": MinMax(), "b": MinMax()}, {"a": (3,)})
 
 

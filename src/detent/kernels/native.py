@@ -160,7 +160,7 @@ class _Level:
 
 
 def set_level(name: str) -> None:
-    """Set the instruction set of kernels that are made later. Only tests need it, because results stay equal."""
+    """Set the instruction set of kernels that are made later; only tests need this, because results stay equal."""
     _Level.index = list(levels()).index(name)
 
 
@@ -175,7 +175,7 @@ def set_num_threads(count: int) -> None:
 
 
 def join_team(address: int, size: int = 0) -> None:
-    """Run kernels on the threads of an OpenMP runtime, or again on their own threads.
+    """Run kernels on the threads of an OpenMP runtime, or switch back to the kernels' own threads.
 
     ``address`` is the address of the runtime's function ``GOMP_parallel``; 0 means the kernels' own threads. ``size``
     is the address of the runtime's function ``omp_get_max_threads``, which limits the number of threads; 0 means no
@@ -186,7 +186,7 @@ def join_team(address: int, size: int = 0) -> None:
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return the reason why there is no native kernel for the problem; None if there is a native kernel."""
+    """Return the reason why there is no native kernel for the problem, or None if there is a native kernel."""
     if WHY_NOT is not None:
         return WHY_NOT
     if OPERATIONS[problem.operation].needs_format:
@@ -265,7 +265,7 @@ def _empty_bounds(tiling: Tiling, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 def histogram(
     x: Array, tiling: Tiling, bits: int, rows: NDArray[np.int16], weights: NDArray[np.int64] | None, counts: Array
 ) -> tuple[NDArray[np.uint8], bool, tuple[Array, Array, int]] | None:
-    """Return what ``histogram`` of the reference kernels returns, and the result of ``minmax``."""
+    """Return the result of the reference kernels' ``histogram``, and the result of ``minmax``."""
     name = dtype_name(x.dtype)
     if _native is None or name not in DTYPES or not _fits(tiling) or not (is_ready(counts) and is_ready(rows)):
         return None
@@ -307,7 +307,7 @@ def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple
 def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array, Array, int] | None:
     """Fake-quantize x into ``out``, with params from the range of x.
 
-    Returns lo, hi, scale, zero point and the number of non-finite elements; None if the range of a parameter set is
+    Returns lo, hi, scale, zero point and the number of non-finite elements, or None if the range of a parameter set is
     invalid, or if there is no native kernel.
     """
     if refusal(problem) is not None or problem.spec.scale_format != "float" or not is_ready(out):

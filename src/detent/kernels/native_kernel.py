@@ -125,7 +125,7 @@ class NativeKernel:
 
     @cached_property
     def _default_factor(self) -> Array:
-        """The factor ``1 / sqrt(N * max(|qmax|, 1))`` for each parameter set; N elements share the set."""
+        """The factor ``1 / sqrt(N * max(|qmax|, 1))`` for each parameter set of N elements."""
         weight, sizes = max(abs(self.problem.spec.qmax), 1), np.asarray(counts(self.problem.tiling))
         different, which = np.unique(sizes, return_inverse=True)
         factors = np.asarray([1.0 / sqrt(max(int(size), 1) * weight) for size in different])

@@ -126,10 +126,11 @@ def grid_errors(
 def best_scales(
     x: Array, tiling: Tiling, spec: QuantSpec, bounds: tuple[Array, Array], start: tuple[Array, Array], least: float
 ) -> tuple[Array, Array, Array]:
-    """Return the best scale, its zero point and its squared error for each set; see ``reference.scale_search``.
+    """Return the scale and zero point with the least squared error for each parameter set, and this error.
 
     ``bounds`` are the smallest and the largest value of each set. ``start`` are the min-max scale and zero point of
     each set. All four arrays have the scale's shape and the compute type of x. No scale is below ``least``.
+    ``reference.scale_search`` describes the search.
     """
     choice = current_kernels()
     problem = Problem("fake_quantize", tiling, native.dtype_name(x.dtype), spec, None, "propagate")
@@ -156,7 +157,7 @@ def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_facto
 
 
 def largest_error(term: Term, x: Array, y: Array) -> float:
-    """Return the largest magnitude: of x if ``term`` is "value", or else of the error x - y.
+    """Return the largest magnitude of x if ``term`` is "value", otherwise of the error x - y.
 
     The result is NaN if any element is NaN, and 0 if x is empty.
     """

@@ -78,7 +78,7 @@ class ReferenceKernel:
         return bits.reshape(self._shape)
 
     def _deliver(self, result: Array, out: Array | None) -> Array:
-        """Convert the result to the format's storage type, and copy it to ``out``; pack it if ``out`` is packed."""
+        """Convert the result to the format's storage type, pack it if ``out`` is packed, and copy it to ``out``."""
         values = np.asarray(result).reshape(self.problem.tiling.shape)
         spec = self.problem.spec
         if "codes" in self.operation.outputs and spec.format.kind == "float":

@@ -36,7 +36,7 @@ def default_kernels() -> str:
 
 
 def default_threads() -> int:
-    """Return the number of threads from the environment, or else the number of cores that this process may use."""
+    """Return the number of threads that the environment sets, or otherwise the number of cores of this process."""
     for name in ("DETENT_NUM_THREADS", "OMP_NUM_THREADS"):
         text = os.environ.get(name, "").split(",")[0].strip()
         number = int(text) if text.isascii() and text.isdigit() else 0
@@ -82,7 +82,7 @@ class _Threads:
 
 
 def set_num_threads(count: int) -> None:
-    """Set the number of threads that kernels may use. It never changes a result; reference kernels use one thread.
+    """Set the number of threads that native kernels may use; results do not depend on this number.
 
     >>> set_num_threads(2)
     >>> get_num_threads()

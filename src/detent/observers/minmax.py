@@ -127,7 +127,7 @@ def mix_ranges(old: tuple[Bounds, Bounds], new: tuple[Bounds, Bounds], decay: fl
 
 
 def mix_seen_ranges(xp: AnyArray, old: Pair, new: Pair, decay: float, seen: AnyArray) -> Pair:
-    """Run ``mix_ranges`` on arrays of any library, also while tracing; ``seen`` is True where an old range exists."""
+    """Average two ranges as ``mix_ranges`` does, for arrays of any library; ``seen`` marks existing old ranges."""
     empty = new[0] > new[1]
 
     def mix(before: AnyArray, after: AnyArray) -> AnyArray:

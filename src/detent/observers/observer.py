@@ -134,7 +134,7 @@ class Observer(ABC):
         return self
 
     def _batch_bounds(self, data: Array, tiling: Tiling, weight: ArrayLike | None) -> tuple[Bounds, Bounds, int]:
-        """Return the bounds of a batch and its number of non-finite elements; subclasses also update histograms."""
+        """Return the bounds of a batch and the number of its non-finite elements; some subclasses update histograms."""
         if weight is not None:
             raise UnsupportedError(f"{self!r} does not support the argument weight: use MSE, Percentile or Entropy")
         return minmax(data, tiling)
@@ -296,7 +296,7 @@ class Observer(ABC):
         return self
 
     def _load_arrays(self, arrays: Mapping[str, ArrayLike], counters: Mapping[str, int]) -> None:  # noqa: ARG002
-        """Replace the observer's arrays with those of a state; if this raises a StateError, nothing has changed."""
+        """Replace the observer's arrays with those of a state; a StateError leaves the observer unchanged."""
         self._lo, self._hi = self._checked_bounds(arrays["lo"], arrays["hi"]) if arrays else (None, None)
 
     def _checked_bounds(self, lo: ArrayLike, hi: ArrayLike) -> tuple[Bounds, Bounds]:

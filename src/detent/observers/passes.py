@@ -1,4 +1,4 @@
-"""Calibrate: pass batches to observers, with a progress bar and a resume file; and estimate the memory of observers."""
+"""Calibration of observers: pass batches to observers, show progress, save and resume, and estimate memory."""
 
 import json
 import logging
@@ -164,7 +164,7 @@ def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ..
     named = _named(observers)
     missing = [name for name in named if name not in shapes]
     if missing:
-        raise ShapeError(f"got shapes for {list(shapes)!r}, expected a shape for {missing[0]!r}, too")
+        raise ShapeError(f"got shapes for {list(shapes)!r}, but no shape for observer {missing[0]!r}: add it")
     sizes = {name: observer.max_nbytes(shapes[name]) for name, observer in named.items()}
     return {**sizes, "total": sum(sizes.values())}
 
@@ -174,8 +174,9 @@ def reporter(
 ) -> Callable[[int, int | None], object]:
     """Return the callback f(done, total) that reports progress.
 
-    This is ``progress`` itself if it is callable. If ``progress`` is True or None and stderr is a terminal, it is a
-    progress bar. Otherwise it is a function that does nothing.
+    If ``progress`` is callable, it is the callback. If
+    ``progress`` is True or None and stderr is a terminal, the callback shows a progress bar. Otherwise the callback
+    does nothing.
     """
     if callable(progress):
         return progress  # type: ignore[return-value]  # callers that know the total always pass it

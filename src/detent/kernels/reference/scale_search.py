@@ -24,9 +24,9 @@ is the measured error. The search has four steps:
    halve down to 1.
 4. The fitted scale of the lowest estimate is measured, up to three times: each measurement may give a lower estimate.
 
-Of equal errors, the first wins. The min-max parameters are the first candidate, so the result is never worse than they.
-Scales that are powers of two need only step 1, with one position per octave. Every sum has 8 partial sums, which are
-added up by halves: term i belongs to partial sum ``i % 8``.
+If errors are equal, the first candidate wins. The first candidate has the min-max parameters, so the result is never
+worse than these. Scales that are powers of two need only step 1, with one position per octave. Every sum has 8 partial
+sums, which are added up by halves: term i belongs to partial sum ``i % 8``.
 """
 
 from collections.abc import Callable, Iterator
@@ -74,7 +74,7 @@ FACTORS = _factors()
 def best_scales(
     x: Array, tiling: Tiling, spec: QuantSpec, bounds: Pair, start: Pair, least: float
 ) -> tuple[Array, Array, Float64]:
-    """Return the best scale, its zero point and its squared error for each parameter set.
+    """Return the scale and zero point with the least squared error for each parameter set, and this error.
 
     ``bounds`` are the smallest and the largest value of each set. ``start`` are the min-max scale and zero point of
     each set. All four arrays have the scale's shape and the compute type of x. No scale is below ``least``.
@@ -138,7 +138,7 @@ class _Search:
                 return
 
     def _zero_points(self, sets: Indices, scale: Float64) -> Iterator[tuple[Indices, Float64]]:
-        """Yield up to 9 times: indices into ``sets``, and a zero point to try for each of these sets."""
+        """Yield up to 9 pairs: indices into ``sets``, and a zero point to try for each of these sets."""
         start = self.start_zero[sets]
         at_high = np.clip(np.rint(self.high - self.hi[sets] / scale), self.low, self.high)
         at_low = np.clip(np.rint(self.low - self.lo[sets] / scale), self.low, self.high)
@@ -152,7 +152,7 @@ class _Search:
     def _bound(self, sets: Indices, scale: Float64) -> Float64:
         """Return the error of clipping alone, a lower bound of the error of every smaller scale.
 
-        The range of an affine spec includes zero, so its ends are at most ``steps * scale`` from zero.
+        The range of an affine spec includes zero, so its bounds are at most ``steps * scale`` from zero.
         """
         steps, start = self.high - self.low, self.start_zero[sets]
         farthest = np.maximum(np.abs(self.low - start), np.abs(self.high - start))

@@ -79,7 +79,10 @@ def sum_sets(xp: Any, terms: Any, tiling: Tiling) -> Any:
 
 
 def minmax(x: Any, tiling: Tiling, xp: Any = None) -> tuple[Any, Any]:
-    """Return the range of each parameter set's finite elements, (inf, -inf) if there are none; -0.0 becomes 0.0."""
+    """Return the range of each parameter set's finite elements, or (inf, -inf) if no element is finite.
+
+    A bound of -0.0 becomes 0.0.
+    """
     xp = array_namespace(x) if xp is None else xp
     x = xp.astype(x, compute_type(x.dtype, xp))
 
@@ -144,7 +147,7 @@ def error_sum(term: Term, x: Any, y: Any, factor: Factor = ONE, second_factor: F
 
 
 def largest_error(term: Term, x: Any, y: Any) -> Any:
-    """Return the largest magnitude: of x if ``term`` is "value", or else of the error x - y.
+    """Return the largest magnitude of x if ``term`` is "value", otherwise of the error x - y.
 
     The result is NaN if any element is NaN, and 0 if x is empty.
     """
