@@ -102,7 +102,7 @@ class ArrayFile:
 
     @contextmanager
     def _open(self) -> Iterator[dict[str, tuple[_ArrayHeader, IO[bytes]]]]:
-        """Open the file; yield a dict that maps each array name to a header, and to a stream at the first element."""
+        """Open the file; yield a dict from array names to pairs of a header and a stream at the first element."""
         with ExitStack() as stack:
             try:
                 yield {name: (_read_header(name, size, file), file) for name, size, file in self._streams(stack)}
@@ -252,9 +252,13 @@ class InputInfo:
             len(expected) != len(shape) or any(a not in {None, b} for a, b in zip(expected, shape, strict=True))
         ):
             sizes = ", ".join("any" if size is None else str(size) for size in expected)
-            raise ShapeError(f"{where}: input {self.name!r} has shape {shape}, but the model expects ({sizes})")
+            raise ShapeError(
+                f"{where}: input {self.name!r} has shape {shape}, but the model expects ({sizes}): reshape the array"
+            )
         if shape and not shape[0]:
-            raise ShapeError(f"{where}: input {self.name!r} has shape {shape}, expected at least one sample")
+            raise ShapeError(
+                f"{where}: input {self.name!r} has shape {shape}, expected at least one sample: remove empty batches"
+            )
 
 
 def inputs_of(model: ModelProto) -> list[InputInfo]:
@@ -269,7 +273,10 @@ def inputs_of(model: ModelProto) -> list[InputInfo]:
         if value.name in initializers:
             continue
         if value.type.WhichOneof("value") != "tensor_type":
-            raise UnsupportedError(f"input {value.name!r} is not a tensor: sequences and maps are not supported")
+            raise UnsupportedError(
+                f"input {value.name!r} is not a tensor, but only tensors are supported: export "
+                "the model with tensor inputs"
+            )
         kind = value.type.tensor_type
         try:
             dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
@@ -358,11 +365,11 @@ class Batches:
         return counted
 
     def check_first(self) -> Feed:
-        """Check and return the first batch; the next pass still begins with it."""
+        """Check and return the first batch; the next pass still begins with this batch."""
         return self.peek(1)[0]
 
     def peek(self, count: int) -> list[Feed]:
-        """Check and return the first batches, at most ``count``; the next pass still begins with them."""
+        """Check and return up to ``count`` first batches; the next pass still begins with the first batch."""
         rest = self._begun if self._begun is not None else self._start()
         batches = list(islice(rest, count))
         self._begun = chain(batches, rest)
@@ -428,7 +435,7 @@ def _choose(source: Iterable[Batch], numbers: Sequence[int]) -> Iterator[Batch]:
 
 
 def can_cut(feed: Feed, inputs: Sequence[InputInfo]) -> bool:
-    """Whether a batch can be cut along the first axis, and the model accepts the parts."""
+    """Return whether a batch can be cut along the first axis, and the model accepts the parts."""
     lengths = {array.shape[:1] for array in feed.values()}
     return len(lengths) == 1 and all(info.shape is None or info.shape[:1] == (None,) for info in inputs)
 
@@ -577,7 +584,7 @@ def _batch_size(inputs: Sequence[InputInfo], requested: int | None, length: int,
         )
     size = next((int(size) for size in fixed if size), requested or 1)
     if requested not in {None, size} or size < 1:
-        raise ShapeError(f"{where}: got a batch size of {requested}, but the model expects {size}")
+        raise ShapeError(f"{where}: got a batch size of {requested}, but the model expects {size}: omit the batch size")
     if fixed and length % size:
         raise ShapeError(
             f"{where}: the number of samples, {length}, must be a multiple of the model's batch size, {size}: "

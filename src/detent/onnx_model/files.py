@@ -72,7 +72,7 @@ class LoadedModel:
 
     Attributes:
         proto: the model, including its external data. Do not change it; ``load`` returns a copy that may be changed.
-        path: the file that the model was read from; None for a model in memory.
+        path: the file that the model was read from, or None for a model in memory.
         nbytes: size of the model file and its external data in bytes; for a model in memory, the size that its file
             would have.
 
@@ -136,7 +136,7 @@ def load_model(source: ModelSource) -> LoadedModel:
 
 
 def load(source: ModelSource) -> ModelProto:
-    """Load and check a model with its external data. The caller may change the result: a model in memory is copied.
+    """Load and check a model with its external data; the caller may change the result.
 
     Raises:
         FileFormatError, UnsupportedError: the model is invalid or not supported, see ``load_model``.
@@ -436,7 +436,7 @@ def _inside(directory: Path, location: str) -> Path:
 
 
 def default_output(model: str | PathLike[str], recipe: Recipe | str | PathLike[str]) -> Path:
-    """Return the path to write to if the caller passes no path: ``<model>.<recipe>.onnx`` next to the model.
+    """Return the default output path: ``<model>.<recipe>.onnx`` next to the model.
 
     >>> default_output("nets/small.onnx", "w8a8").as_posix(), default_output("small.onnx", "conf/edge.toml").name
     ('nets/small.w8a8.onnx', 'small.edge.onnx')

@@ -69,7 +69,7 @@ CODE_OPERATORS = (*INTEGER_KERNELS, "DynamicQuantize", "MatMulNBits", "QAttentio
 
 
 def is_depthwise(groups: int, shape: Sequence[int | None]) -> bool:
-    """Whether a convolution with a weight of shape ``shape`` computes one output channel per input channel."""
+    """Return whether a convolution with a weight of shape ``shape`` computes one output channel per input channel."""
     return 1 < groups == shape[0] and shape[1] == 1
 
 
@@ -110,7 +110,7 @@ def element_type(format: Format, least: int = 4) -> int:
 
 
 def is_integer_type(kind: int) -> bool:
-    """Whether an ONNX type is INT2..INT64 or UINT2..UINT64."""
+    """Return whether an ONNX type is INT2..INT64 or UINT2..UINT64."""
     return str(TensorProto.DataType.Name(kind)).lstrip("U").startswith("INT")
 
 
@@ -228,7 +228,7 @@ def reads(node: NodeProto) -> Iterator[str]:
 
 
 def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators: Sequence[str]) -> str:
-    """Go back from a tensor along first inputs while nodes are of ``operators``; return the last tensor reached."""
+    """Follow first inputs back from a tensor through nodes of ``operators``; return the tensor where this ends."""
     node = producer(name)
     while node is not None and node.op_type in operators:
         name = node.input[0]
@@ -308,7 +308,7 @@ class Graph:
         self.refresh()
 
     def refresh(self) -> None:
-        """Index all names again; call this method after other code has changed the model."""
+        """Update the index of names; call this method after other code has changed the model."""
         graph = self._proto
         self.nodes: list[NodeProto] = list(graph.node)
         self.constants: dict[str, TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
@@ -336,7 +336,7 @@ class Graph:
             self._names.update(name for each in inner.node for name in (*each.output, *reads(each)))
 
     def producer(self, name: str) -> NodeProto | None:
-        """Return the node that computes a tensor; None for inputs and constants."""
+        """Return the node that computes a tensor, or None for inputs and constants."""
         return self._producers.get(name)
 
     def consumers(self, name: str) -> list[NodeProto]:
@@ -383,7 +383,7 @@ class Graph:
         return name
 
     def add_constant(self, stem: str, values: Array, kind: int | None = None) -> str:
-        """Add an initializer under a fresh name; returns the name."""
+        """Add an initializer under an unused name, and return the name."""
         name = self.fresh(stem)
         self.constants[name] = make_tensor(name, values, kind)
         return name

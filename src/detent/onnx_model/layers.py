@@ -103,7 +103,7 @@ def _types(op: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _weight_problem(graph: Graph, node: NodeProto, weight: str) -> str:
-    """Explain why the weight of a node is not a float constant; "" if the weight is a float constant."""
+    """Return why the weight of a node is not a float constant, or "" if the weight is a float constant."""
     if node.op_type in RECURRENT:
         return "recurrent layers are not supported"
     producer = graph.producer(weight)
@@ -118,7 +118,7 @@ def _weight_problem(graph: Graph, node: NodeProto, weight: str) -> str:
 
 
 def _form_problem(graph: Graph, node: NodeProto, shape: tuple[int, ...]) -> str:
-    """Explain why a layer with a float weight cannot be quantized; "" if the layer can be quantized."""
+    """Return why a layer with a float weight cannot be quantized, or "" if the layer can be quantized."""
     if 0 in shape:
         return f"its weight is empty (shape {shape})"
     if node.op_type in MATMULS and len(shape) != 2:
@@ -133,7 +133,7 @@ def _form_problem(graph: Graph, node: NodeProto, shape: tuple[int, ...]) -> str:
 
 
 def _is_table(graph: Graph, node: NodeProto) -> bool:
-    """Whether a Gather is an embedding: it reads rows of a float matrix, and a layer depends on these rows."""
+    """Return whether a Gather is an embedding: it reads rows of a float matrix, and a layer depends on these rows."""
     table = node.input[0]
     if table not in graph.constants or graph.kind(table) != TensorProto.FLOAT:
         return False
@@ -151,7 +151,7 @@ def _is_table(graph: Graph, node: NodeProto) -> bool:
 
 
 def _feeds_only_magnifying(graph: Graph, node: NodeProto) -> bool:
-    """Whether every path from a layer's output passes through an operator that magnifies errors."""
+    """Return whether every path from a layer's output passes through an operator that magnifies errors."""
     seen: set[str] = set()
     pending = list(node.output[:1])
     has_magnifying = False
@@ -172,6 +172,6 @@ def _feeds_only_magnifying(graph: Graph, node: NodeProto) -> bool:
 
 
 def _is_softmax(graph: Graph, node: NodeProto) -> bool:
-    """Whether an Exp belongs to a softmax that is written as Exp, ReduceSum and Div or Mul."""
+    """Return whether an Exp belongs to a softmax that is written as Exp, ReduceSum and Div or Mul."""
     readers = {reader.op_type for reader in graph.consumers(node.output[0])}
     return node.op_type == "Exp" and "ReduceSum" in readers and bool(readers & {"Div", "Mul"})

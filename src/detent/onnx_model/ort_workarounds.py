@@ -87,7 +87,7 @@ def _keep(graph: Graph, tensor: str, readers: list[NodeProto]) -> None:
 
 
 def share_floats(graph: Graph) -> list[str]:
-    """Insert a Max if several operators of a GELU read the same dequantized tensor; return the tensors' names."""
+    """Insert a Max before each GELU whose operators read one dequantized tensor; return these tensors' names."""
     shared = []
     for node in [each for each in graph.nodes if each.op_type == "Erf"]:
         scaled = graph.producer(node.input[0])
@@ -137,7 +137,7 @@ class _Threats:
         return iter(self._inputs(node) if node is not None and self._is_passable(node) else ())
 
     def holds(self, node: NodeProto, names: Collection[str]) -> bool:
-        """Whether ONNX Runtime may quantize a layer that must compute in float."""
+        """Return whether ONNX Runtime may quantize a layer that must compute in float."""
         if node.input[0] not in self.dequantized:
             return False
         if self.graph.node_name(node) in names:  # even if no QuantizeLinear follows the layer
@@ -145,7 +145,7 @@ class _Threats:
         return node.output[0] in self.quantized and self._is_float_constant(node.input[1])
 
     def _is_float_constant(self, name: str) -> bool:
-        """Whether a tensor is a float constant, or is computed from constants without a DequantizeLinear."""
+        """Return whether a tensor is a float constant, or is computed from constants without a DequantizeLinear."""
         if name in self.graph.constants:
             return self.graph.kind(name) == TensorProto.FLOAT
         sources = _closure([name], self._sources)

@@ -43,8 +43,8 @@ class Provenance:
         data: hash of the calibration data.
         source: digest of the float ONNX model.
         options: options that differ from the defaults, as JSON.
-        decisions: decisions that the file was made from, as encoded by ``stored_decisions``; None without decisions.
-        export: arguments of ``qt.export_onnx``; None if the file is not from ``qt.export_onnx``.
+        decisions: decisions that the file was made from, as encoded by ``stored_decisions``, or None without decisions.
+        export: arguments of ``qt.export_onnx``, or None if the file is not from ``qt.export_onnx``.
 
     >>> model = ModelProto()
     >>> Provenance({"w_codes": "fc.weight"}, {}, "onnxruntime").write(model)
@@ -64,7 +64,7 @@ class Provenance:
     export: dict[str, Any] | None = None
 
     def write(self, model: ModelProto) -> None:
-        """Write this object into a model's metadata; an entry that is already there is replaced."""
+        """Write the provenance into a model's metadata, replacing an existing entry."""
         # A recipe may be long, with one rule per layer, so its JSON is stored without spaces, too.
         recipe = json.dumps(json.loads(self.recipe), separators=(",", ":")) if self.recipe else ""
         fields = {name: value for name, value in vars(self).items() if value is not None}
@@ -74,7 +74,7 @@ class Provenance:
 
     @classmethod
     def read(cls, model: ModelProto) -> "Provenance | None":
-        """Read the entry in a model's metadata; None if the metadata has no such entry.
+        """Read the provenance from a model's metadata; return None if the metadata has no provenance.
 
         Raises:
             FileFormatError: the entry cannot be read.
@@ -96,7 +96,7 @@ class Provenance:
 
 
 def _tensors_by_name(model: ModelProto) -> dict[str, str]:
-    """Map each name of a QuantizeLinear node that is ``<tensor>_codes_node`` to ``<tensor>``."""
+    """Map the name of each QuantizeLinear node that is named ``<tensor>_codes_node`` to ``<tensor>``."""
     names = [node.name for node in model.graph.node if node.op_type == QUANTIZE]
     return {name: name.removesuffix(CODES_NODE) for name in names if name.endswith(CODES_NODE)}
 
@@ -131,7 +131,7 @@ class RuntimeRecord:
     kernels: Mapping[str, str]
 
     def write(self, model: ModelProto) -> None:
-        """Write this object into a model's metadata; an entry that is already there is replaced."""
+        """Write the runtime record into a model's metadata, replacing an existing entry."""
         by_kernel: dict[str, list[str]] = {}
         for node, kernel in self.kernels.items():
             by_kernel.setdefault(kernel, []).append(node)
@@ -140,7 +140,7 @@ class RuntimeRecord:
 
     @classmethod
     def read(cls, model: ModelProto) -> "RuntimeRecord | None":
-        """Read the entry in a model's metadata; None if the metadata has no such entry.
+        """Read the runtime record from a model's metadata; return None if the metadata has no such record.
 
         Raises:
             FileFormatError: the entry cannot be read.

@@ -82,14 +82,14 @@ _TABLE_STEPS = {  # between a table's Gather and its Mul: maps each operator to 
 
 
 def is_quantized(model: ModelProto, operators: tuple[str, ...] = QUANTIZERS) -> bool:
-    """Whether the main graph has a node whose operator is in ``operators``; the default is any Q/DQ node."""
+    """Return whether the main graph has a node whose operator is in ``operators``; the default is any Q/DQ node."""
     return any(node.op_type in operators for node in model.graph.node)
 
 
 def read_quantization(
     node: NodeProto, constants: Mapping[str, TensorProto], kind_of: Callable[[str], int] | None = None
 ) -> QdqParams | None:
-    """Read the parameters of a QuantizeLinear or DequantizeLinear node; None if a parameter is not a constant.
+    """Read the parameters of a QuantizeLinear or DequantizeLinear node; return None if one is not a constant.
 
     Args:
         node: a QuantizeLinear or DequantizeLinear node.
@@ -262,7 +262,7 @@ class QuantizedGraph:
 
     @cached_property
     def provenance(self) -> Provenance | None:
-        """The provenance in the file's metadata; None if detent did not write the file."""
+        """The provenance in the file's metadata, or None if detent did not write the file."""
         return Provenance.read(self.model)
 
     @cached_property
@@ -298,7 +298,7 @@ class QuantizedGraph:
         return [*notes, f"{what} in subgraphs of If, Loop or Scan {verb} not compared"] if count else notes
 
     def has_own_clip(self, quantizer: QuantizeNode) -> bool:
-        """Whether detent wrote the Clip before a QuantizeLinear; such a Clip limits which of the type's codes occur."""
+        """Return whether detent wrote the Clip before a QuantizeLinear, which limits the codes that occur."""
         is_clipped = quantizer.unclipped != quantizer.x and "_clipped" in quantizer.x
         return self.provenance is not None and is_clipped
 
@@ -313,8 +313,8 @@ def open_quantized(source: ModelSource) -> QuantizedGraph:
     quantized = QuantizedGraph(load_model(source).proto)
     if not (quantized.weights or quantized.quantize_nodes or quantized.notes):
         raise UnsupportedError(
-            "the artifact has no QuantizeLinear or DequantizeLinear node: pass the quantized model as artifact, and "
-            "the float model as source"
+            "the model has no QuantizeLinear or DequantizeLinear node, expected a quantized model: pass the "
+            "quantized model as artifact, and the float model as source"
         )
     return quantized
 
@@ -337,7 +337,7 @@ class _Scope:
                 self._consumers[name].append(node)
 
     def read(self, node: NodeProto) -> Record | None:
-        """Return the record of a node; None if the node quantizes nothing, or if another node's record covers it."""
+        """Return the record of a node, or None if the node quantizes nothing, or if another node's record covers it."""
         try:
             if node.op_type == QUANTIZE:
                 return self._quantize_node(node)
@@ -419,7 +419,7 @@ class _Scope:
         return WeightCodes(gather.input[0], table, node, qparams, names, tuple(path), "table", readers, self.inner)
 
     def _row_constant(self, node: NodeProto, before: str, gather: NodeProto) -> str:
-        """Return the name of the scalar or per-row constant that a table's Sub or Mul reads; "" for other inputs."""
+        """Return the name of the scalar or per-row constant that a table's Sub or Mul reads, or "" for other inputs."""
         other = next((name for name in node.input if name != before), "")
         lookup = self._producers.get(trace_back(other, self._producers.get, (*MOVING, "Cast")))
         if lookup is not None and lookup.op_type == "Gather" and lookup.input[1] == gather.input[1]:

@@ -121,7 +121,7 @@ class QdqParams:
         """Return the axis of per-channel scales as a non-negative number, for data with ``rank`` axes."""
         if not rank:
             raise FileFormatError(
-                f"got scales of shape {self.scale.shape} for codes of shape (): expected a scalar scale"
+                f"got scales of shape {self.scale.shape} for codes of shape (), expected a scalar scale"
             )
         return self.axis % rank
 
@@ -151,7 +151,7 @@ def _layout(granularity: Granularity, rank: int) -> tuple[int, int]:
 
 
 def needs_clip(qparams: QdqParams) -> bool:
-    """Whether data must be clipped before they are quantized, because not all codes of the type are used."""
+    """Return whether data must be clipped before they are quantized, because not all codes of the type are used."""
     return qparams.format.is_integer and (qparams.low, qparams.high) != element_range(qparams.kind)
 
 

@@ -171,7 +171,7 @@ def _start(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSes
 
 @contextmanager
 def ort_errors(action: str = "run") -> Iterator[None]:
-    """Raise errors of ONNX Runtime as UnsupportedError."""
+    """Convert errors of ONNX Runtime to UnsupportedError."""
     try:
         yield
     except DetentError:  # some DetentErrors are RuntimeErrors
@@ -377,7 +377,7 @@ class Probe:
         return groups
 
     def _sizes(self, feeds: Mapping[str, Array]) -> dict[str, int]:
-        """Estimate the bytes of each tensor by shape inference; else by an upper bound; else by running the model."""
+        """Estimate the bytes of each tensor by shape inference, by an upper bound, or as a last resort by a run."""
         shapes = {} if self._written is not None else _inferred_shapes(self._model, feeds, ())
         counts = {name: prod(shapes[name]) for name in self._computed if name in shapes}
         if 2 * len(counts) >= len(self._computed):

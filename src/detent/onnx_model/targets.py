@@ -67,7 +67,7 @@ class Target:
         name: name in ``TARGETS``.
         runtime: the runtime that loads the file.
         unsigned_weights: whether dense layers store weights with codes above 64 as unsigned codes.
-        limit: largest magnitude of a weight's code; None for no limit.
+        limit: largest magnitude of a weight's code, or None for no limit.
         needs_vnni: whether the file needs a CPU with VNNI; on other CPUs, int16 accumulators saturate.
 
     >>> from detent.formats import get_format
@@ -156,7 +156,7 @@ CPUINFO_BYTES = 1 << 16  # this many bytes are read, enough for the first CPU
 
 
 def has_vnni() -> bool | None:
-    """Whether this CPU has VNNI, which adds products of bytes to 32-bit sums; None if unknown."""
+    """Return whether this CPU has VNNI, which adds products of bytes to 32-bit sums, or None if unknown."""
     flags = _flags()
     return None if flags is None else any(flag.endswith("_vnni") for flag in flags)
 
@@ -176,7 +176,7 @@ PREFER_SPEED = "--prefer speed (weights of 7 bits)"
 
 
 def faster(target: Target, specs: Iterable[QuantSpec], *, vnni: bool | None) -> str:
-    """Return the command-line option that makes a file faster; "" if there is no such option.
+    """Return the command-line option that makes a file faster, or "" if there is no such option.
 
     ``specs`` are the weight specs of the file's dense layers. ``vnni`` says whether the CPU has VNNI; None if unknown.
     """
@@ -186,9 +186,9 @@ def faster(target: Target, specs: Iterable[QuantSpec], *, vnni: bool | None) -> 
 
 
 def mismatch(target: str, vnni: bool | None = None) -> str:
-    """Explain why a target does not suit this CPU; "" if the target suits this CPU.
+    """Return why a target does not suit this CPU, or "" if the target suits this CPU.
 
-    ``vnni`` says whether the CPU has VNNI; None if unknown.
+    ``vnni`` says whether the CPU has VNNI; None means unknown.
     """
     chosen = get_target(target)
     needs_vnni, limit, runtime = chosen.needs_vnni, chosen.limit, chosen.runtime
