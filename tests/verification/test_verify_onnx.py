@@ -357,7 +357,7 @@ def test_groups_of_any_size_show_the_same():
         (chain, lambda: chain(quantized=False), {}, dt.UnsupportedError, "no QuantizeLinear"),
         (chain, chain, {"levels": (1, 4)}, dt.SpecError, "expected one or more of"),
         (chain, chain, {"levels": ()}, dt.SpecError, "expected one or more of"),
-        (chain, chain, {"levels": 4}, dt.SpecError, r"levels=\[4\]: expected one or more of \(1, 2, 3\)"),
+        (chain, chain, {"levels": 4}, dt.SpecError, r"levels=\[4\], expected one or more of \(1, 2, 3\)"),
         (chain, chain, {"levels": "13"}, dt.SpecError, "expected one or more of"),
         (chain, chain, {"levels": (1, "2")}, dt.SpecError, "expected one or more of"),
         (chain, chain, {"data": []}, dt.SpecError, "no batches"),

@@ -109,7 +109,7 @@ def layout_in_file(weight: WeightCodes, shape: tuple[int, ...]) -> ScaleLayout:
 
 
 def spread(values: Array, layout: ScaleLayout, shape: tuple[int, ...]) -> Array | None:
-    """Broadcast scales or zero points to one value per element; None if the values do not fit the shape."""
+    """Broadcast scales or zero points to one value per element; return None if the values do not fit the shape."""
     if layout.axis is None:
         return np.broadcast_to(values.reshape(()), shape) if values.size == 1 else None
     length = shape[layout.axis]
@@ -257,7 +257,7 @@ class ActivationCheck:
             take = self._taker(quantizer, expected.x, expected.params, expected.shift)
             return Reading((expected.x, quantizer.codes), take)
         if self._source.can_match_weights:
-            note = f"the source has no quantizer for {quantizer.node}: its codes were checked with the file's scales"
+            note = f"the source has no quantizer for {quantizer.node}, so its codes were checked with the file's scales"
             self.notes[note] = None
         return Reading((quantizer.x, quantizer.codes), self._taker(quantizer, quantizer.x, None, 0))
 
@@ -324,7 +324,7 @@ def compare_codes(
 def _wrong_params(
     tally: Tally, quantizer: QuantizeNode, params: QuantParams, shift: int, shape: tuple[int, ...]
 ) -> Array | None:
-    """Return a mask of the elements whose scale or zero point in the file is wrong; None if nothing is wrong."""
+    """Return a mask of the elements whose scale or zero point in the file is wrong, or None if nothing is wrong."""
     rank, own = max(len(shape), 1), quantizer.qparams
     layout, expected = layout_of(own, rank), layout_of(params, rank)
     if layout != expected or own.scale.shape != params.scale.shape:
@@ -356,7 +356,7 @@ class _Decoded(NamedTuple):
 
     Attributes:
         expected: values computed by detent, or the error if the parameters are invalid.
-        got: values computed by ONNX Runtime; None if DequantizeLinear does not read the constant directly.
+        got: values computed by ONNX Runtime, or None if DequantizeLinear does not read the constant directly.
     """
 
     weight: WeightCodes
@@ -503,7 +503,7 @@ def _check_limit(artifact: QuantizedGraph, weight: WeightCodes, tally: Tally) ->
 
 
 def _adds_products(artifact: QuantizedGraph, node: NodeProto) -> bool:
-    """Whether a node sums products over several channels of quantized data.
+    """Return whether a node sums products over several channels of quantized data.
 
     If it does, an int16 accumulator may saturate.
     """
@@ -545,7 +545,9 @@ class WeightCheck:
             elif not weight.is_bias:
                 tally.count(weight.codes.size, 0)
                 if source.can_match_weights:
-                    self.notes[f"the source has no weight {weight.name}: only its dequantization was checked"] = None
+                    self.notes[
+                        f"the source has no weight {weight.name}, so only the dequantization of this weight was checked"
+                    ] = None
             _check_decoding(decoded, tally)
             _check_limit(self._artifact, weight, tally)
         if self._artifact.provenance is not None:

@@ -57,8 +57,8 @@ class Prediction:
 
     Attributes:
         values: expected codes or floats.
-        tolerance: function that returns the rounding error allowed for each float; None for codes.
-        step: float value of one unit of the integer sum; None for codes.
+        tolerance: function that returns the rounding error allowed for each float, or None for codes.
+        step: float value of one unit of the integer sum, or None for codes.
         axis: channel axis of the output.
     """
 
@@ -299,7 +299,7 @@ _ZERO_POINT_INPUTS = {"QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8}
 
 
 def is_integer_kernel(node: NodeProto) -> bool:
-    """Whether a node of an optimized graph is an integer kernel."""
+    """Return whether a node of an optimized graph is an integer kernel."""
     return node.op_type.startswith(CODE_OPERATORS)
 
 
@@ -308,7 +308,7 @@ def compare_kernel(node: NodeProto, inputs: list[Array | None], got: Array) -> t
 
     Args:
         node: the node of the optimized graph.
-        inputs: arrays that the node reads; None for an omitted input.
+        inputs: arrays that the node reads; an omitted input is None.
         got: array that the node computed.
 
     Returns:
@@ -338,7 +338,7 @@ def compare_kernel(node: NodeProto, inputs: list[Array | None], got: Array) -> t
 
 
 def _is_equal(expected: Prediction, got: Array) -> bool:
-    """Quick test: whether all codes are equal, or all floats differ by at most a quarter unit of the integer sum."""
+    """Return whether all codes are equal, or all floats differ by at most a quarter unit of the integer sum."""
     if expected.step is None:
         return np.array_equal(expected.values, got)
     distance = np.subtract(expected.values, got)
@@ -433,7 +433,7 @@ class KernelCheck:
         return tuple(self._rows[node.output[0]] for node in self._nodes)
 
     def saturation(self) -> Difference | None:
-        """Return the largest mismatch of the first kernel with a saturated accumulator; None without saturation."""
+        """Return the largest mismatch of the first kernel with a saturated accumulator, or None without saturation."""
         return next((self._worst[output] for output in self._rows if output in self._worst), None)
 
 

@@ -40,7 +40,7 @@ def check_kernels(artifact: QuantizedGraph, running: ModelProto) -> tuple[Differ
     name, kernel = missing[0]
     if (record.onnxruntime, record.machine) == (installed.onnxruntime, installed.machine):
         count = counted(len(missing), "layer")
-        cause = f"this layer does not run on an integer kernel, but did when the file was written ({count} in all)"
+        cause = f"this layer ran on an integer kernel when the file was written, but does not now ({count} in all)"
         return Difference.of(name, "kernel", cause, kernel), []
     note = (
         f"{counted(len(missing), 'layer')} ran on integer kernels in ONNX Runtime {record.onnxruntime} "

@@ -93,11 +93,11 @@ def _as_source(source: object, artifact: QuantizedGraph) -> Source:
 
 
 class _FileFailsError(Exception):
-    """ONNX Runtime cannot run the file. Errors of the source have other types."""
+    """Error for a file that ONNX Runtime cannot run; errors of the source have other types."""
 
 
 class _Verification:
-    """Checks of all requested levels, fed in one pass over the data."""
+    """Checks of all requested levels, which share one pass over the data."""
 
     def __init__(self, artifact: QuantizedGraph, source: Source, levels: tuple[int, ...], *, has_data: bool) -> None:
         self.artifact, self.source, self.levels, self.has_data = artifact, source, levels, has_data
@@ -170,7 +170,7 @@ class _Verification:
         return self._report(count)
 
     def _weights_are_covered(self) -> bool:
-        """Whether the weight checks can be skipped.
+        """Return whether the weight checks can be skipped.
 
         They can be skipped if the replay compared all weights and the segments will run: if ONNX Runtime dequantizes a
         weight wrongly, a code or an output of a segment differs.

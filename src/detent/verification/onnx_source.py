@@ -55,12 +55,12 @@ class OnnxSource:
 
     @property
     def flaw(self) -> Difference | None:
-        """The first decision of the file that is out of bounds; None if all decisions are within bounds."""
+        """The first decision of the file that is out of bounds, or None if all decisions are within bounds."""
         return None if self._replayed is None else next(iter(self._replayed.flaws), None)
 
     @cached_property
     def segments(self) -> SourceSegments | None:
-        """The check that runs this model segment by segment; None if the file was not replayed."""
+        """The check that runs this model segment by segment, or None if the file was not replayed."""
         replayed = self._replayed
         if replayed is None or replayed.float_graph is None or replayed.decisions is None:
             return None
@@ -88,21 +88,22 @@ class OnnxSource:
         }
 
     def bias(self, weight: str) -> Array | None:  # noqa: ARG002 - the protocol requires it
-        """Always None: batch norm folding and bias correction change biases, so biases cannot be compared."""
+        """Return None: batch norm folding and bias correction change biases, so biases cannot be compared."""
         return None
 
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:  # noqa: ARG002
-        """Always empty: the file decides what is quantized."""
+        """Return an empty dict, because the file defines which weights are quantized."""
         return {}
 
     def absent_quantizers(self) -> list[str]:
-        """Always empty: the file decides what is quantized."""
+        """Return an empty list, because the file defines which activations are quantized."""
         return []
 
     def expected(self, quantizer: QuantizeNode) -> Expected | None:
         """Return the parameters of the source's QuantizeLinear node that has the name of ``quantizer``.
 
-        None if the source has no such node, or if the node is per-channel and the shape of its input is unknown.
+        Returns None if the source has no such node, or if the node is per-channel and the shape of its input is
+        unknown.
         """
         own = self._quantizers.get(quantizer.node)
         if own is None or self._quantized is None:

@@ -28,7 +28,7 @@ WORKER = Path(__file__).with_name("openvino_worker.py")
 
 
 def is_installed() -> bool:
-    """Whether OpenVINO is installed."""
+    """Return whether OpenVINO is installed."""
     return find_spec("openvino") is not None
 
 

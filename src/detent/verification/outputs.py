@@ -219,7 +219,7 @@ class OpenVinoCheck(OutputCheck):
                 self.add_codes(name, np.rint(here / scale), np.rint(there / scale))
 
     def _output_scale(self, name: str) -> Array | None:
-        """Return the scale of a model output that is dequantized per tensor; None for all other outputs."""
+        """Return the scale of a model output that is dequantized per tensor, or None for all other outputs."""
         node, graph = self._graph.producer(name), self._graph
         if node is None or node.op_type != DEQUANTIZE or node.input[1] not in graph.constants:
             return None

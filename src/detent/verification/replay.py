@@ -37,8 +37,8 @@ class ReplayedModel:
 
     Attributes:
         result: the comparison with the file.
-        decisions: decisions of the file; None if the replay was not possible.
-        float_graph: the source after equalization and SmoothQuant, not yet quantized; None if the replay was not
+        decisions: decisions of the file, or None if the replay was not possible.
+        float_graph: the source after equalization and SmoothQuant, not yet quantized, or None if the replay was not
             possible.
         is_same: whether source and file are the same model.
         flaws: decisions that are out of bounds, and constants that were changed after the file was written.

@@ -112,7 +112,7 @@ class SegmentCheck:
     def _input(self, stem: str, array: Array | None = None) -> str:
         """Add an input to the model, and return its name.
 
-        ``array`` is the value of the input for all batches; None if the value depends on the batch.
+        ``array`` is the value of the input for all batches, or None if the value depends on the batch.
         """
         name = self._graph.fresh(stem)
         self._model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))

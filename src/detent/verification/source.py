@@ -84,7 +84,7 @@ class Source(Protocol):
 
     @property
     def flaw(self) -> Difference | None:
-        """The first decision that is out of bounds; None if all decisions are within bounds.
+        """The first decision that is out of bounds, or None if all decisions are within bounds.
 
         Segments use the decisions, so they cannot detect a wrong decision.
         """
@@ -96,7 +96,7 @@ class Source(Protocol):
 
     @property
     def segments(self) -> "SourceSegments | None":
-        """The source, cut into segments; None if the file does not record where to cut."""
+        """The source, cut into segments, or None if the file does not record where to cut."""
         ...
 
     def weights(self) -> dict[str, QuantizedTensor]:
@@ -104,7 +104,7 @@ class Source(Protocol):
         ...
 
     def bias(self, weight: str) -> Array | None:
-        """Return the bias of the layer that has this weight; None if the bias cannot be compared."""
+        """Return the bias of the layer that has this weight, or None if the bias cannot be compared."""
         ...
 
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
@@ -116,7 +116,7 @@ class Source(Protocol):
         ...
 
     def expected(self, quantizer: QuantizeNode) -> Expected | None:
-        """Return the source's quantizer for a node of the file; None if the source does not quantize the tensor."""
+        """Return the source's quantizer for a node of the file, or None if the source does not quantize the tensor."""
         ...
 
     def run(self, feeds: Mapping[str, Array]) -> Reference:

@@ -72,7 +72,7 @@ class _CodeInjector:
     def _injected(self, quantizer: FakeQuantize, x: Tensor) -> Tensor | None:
         """Return the file's codes for this call, dequantized.
 
-        None if the file has no node for this call, the codes have a wrong shape, or the quantizer is disabled.
+        Returns None if the file has no node for this call, the codes have a wrong shape, or the quantizer is disabled.
         """
         name = self._names[id(quantizer)]
         nodes, call = self._nodes.get(name, ()), self._calls[name]

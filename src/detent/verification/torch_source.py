@@ -116,7 +116,7 @@ class TorchSource:
                 )
 
     def _is_learned(self, difference: Difference) -> bool:
-        """Whether a mismatch is only in the values of a weight, bias, scale or zero point, not in the graph."""
+        """Return whether a mismatch is only in the values of a weight, bias, scale or zero point, not in the graph."""
         constant = self._artifact.graph.constants.get(difference.tensor)
         if constant is None or not difference.cause.endswith("changed"):
             return False
@@ -125,7 +125,7 @@ class TorchSource:
 
     @cached_property
     def segments(self) -> SourceSegments | None:
-        """The model cut into segments; None if the file does not record the names of quantizers."""
+        """The model cut into segments, or None if the file does not record the names of quantizers."""
         if not self.can_match_weights:
             return None
         return TorchSegments(self._model, self._artifact, self._nodes, self._outputs_of, self.tally)
@@ -145,7 +145,7 @@ class TorchSource:
         return quantized_state(self._model)
 
     def expected(self, quantizer: QuantizeNode) -> Expected | None:
-        """Return the model's quantizer for a node of the file; None if the quantizer's name is not recorded."""
+        """Return the model's quantizer for a node of the file, or None if the quantizer's name is not recorded."""
         node, name = quantizer, self._names.get(quantizer.node)
         module = None if name is None else self._quantizers.get(name)
         if module is None:
@@ -158,7 +158,7 @@ class TorchSource:
     def bias(self, weight: str) -> Array | None:
         """Return the bias of the layer that has this weight, with the layer's batch norm folded into the bias.
 
-        None if the layer has no bias, or if the weight is tied.
+        Returns None if the layer has no bias, or if the weight is tied.
         """
         prefix = weight.rpartition(".")[0]
         layer = self._model.get_submodule(prefix) if prefix else self._model
@@ -172,8 +172,8 @@ class TorchSource:
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
         """Return the weights in ``missing`` whose layers ran.
 
-        A file stores tied weights once, under the name of the first. If the file has this name, all of them are left
-        out.
+        A file stores tied weights once, under the name of the first weight. If the file has this name, all weights tied
+        to it are left out.
         """
         if not self.can_match_weights:
             return {}

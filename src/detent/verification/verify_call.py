@@ -1,4 +1,4 @@
-"""``dt.verify``. A call imports ONNX Runtime, and PyTorch for a PyTorch source; this module imports neither."""
+"""Defines ``dt.verify``, which imports ONNX Runtime when it is called, and PyTorch if the source needs it."""
 
 from collections.abc import Iterable
 from os import PathLike
@@ -77,5 +77,7 @@ def _checked_levels(levels: int | Iterable[int]) -> tuple[int, ...]:
     """Check the levels, and return them sorted and without duplicates."""
     numbers = list(levels) if isinstance(levels, Iterable) else [levels]
     if not numbers or any(each not in LEVELS for each in numbers):
-        raise SpecError(f"levels={levels if isinstance(levels, str) else numbers}: expected one or more of {LEVELS}")
+        raise SpecError(
+            f"got levels={levels if isinstance(levels, str) else numbers}, expected one or more of {LEVELS}"
+        )
     return tuple(level for level in LEVELS if level in numbers)

@@ -33,9 +33,9 @@ class Difference:
         index: index of the element in the tensor.
         expected: value that follows from the source.
         got: value in the file, or value that the runtime computed.
-        x: value that was quantized; None if unknown.
-        scale: scale of the element in the source; None if unknown.
-        zero_point: zero point of the element in the source; None if unknown.
+        x: value that was quantized, or None if unknown.
+        scale: scale of the element in the source, or None if unknown.
+        zero_point: zero point of the element in the source, or None if unknown.
         cause: what is wrong, e.g. "wrong code" or "wrong scale, off by 3 ulp".
 
     >>> print(Difference("fc_Q", "fc_q", (0, 3), 17, 18, 0.35, 0.02, 0, "wrong code"))
@@ -92,7 +92,7 @@ class EndToEnd:
         max_steps: the largest difference between a code in the source and the code of the same element in the file.
         first_node: the first node whose codes differ.
         output_sqnr_db: maps the name of each float output to its SQNR in dB.
-        agreement: top-1 agreement; None if the first output has no class scores.
+        agreement: top-1 agreement, or None if the first output has no class scores.
         cause: why codes and outputs may differ although nothing is wrong.
 
     >>> EndToEnd(100, 1, 1, "fc_Q", {"y": 61.25}, 1.0)
@@ -149,7 +149,7 @@ class Replay:
     """Result of level 1, which quantizes the source again with the file's decisions and compares the result.
 
     Attributes:
-        reason: why the file could not be replayed; "" if it was replayed.
+        reason: why the file could not be replayed, or "" if it was replayed.
         nodes: number of compared nodes.
         constants: number of compared elements of constants.
         differences: mismatches, most important first.
@@ -191,13 +191,13 @@ class Segments:
     """Result of level 2, which cuts the source at its quantizers and runs each segment on the file's codes.
 
     Attributes:
-        reason: why nothing was compared; "" if something was compared.
+        reason: why nothing was compared, or "" if something was compared.
         compared_codes: number of activation codes that were compared.
         differing_codes: number of activation codes that are wrong.
         codes_within_bound: number of codes that differ only because a value is within ``bound`` of a rounding boundary.
         compared_outputs: number of outputs that were compared, over all batches.
         differing_outputs: number of outputs that are wrong, over all batches.
-        bound: how much the values of source and file may differ, as text; "" if they must be bit-exact.
+        bound: how much the values of source and file may differ, as text, or "" if they must be bit-exact.
         first: the first mismatch.
         is_same: whether source and file are the same model, so there is nothing to run.
 
@@ -246,8 +246,8 @@ class VerifyReport:
         compared_codes: number of compared codes of weights, and of activations in all batches.
         differing_codes: number of these codes that are wrong.
         first_difference: the first mismatch of any level.
-        replay: result of level 1; None if level 1 was not requested.
-        segments: result of level 2; None if level 2 was not requested.
+        replay: result of level 1, or None if level 1 was not requested.
+        segments: result of level 2, or None if level 2 was not requested.
         end_to_end: maps the name of each run to its end-to-end comparison (level 2). The runs are "unoptimized",
             "optimized", "accuracy_level_0" (if weight-only matmuls use 8-bit activations by default) and "openvino"
             (if OpenVINO is installed).
@@ -285,7 +285,7 @@ class VerifyReport:
 
     @property
     def failure(self) -> str:
-        """Why the report is not ok, in one line; "" if the report is ok."""
+        """Why the report is not ok, in one line, or "" if the report is ok."""
         if self.replay is not None and self.replay.differences:
             return str(self.replay)
         if self.first_difference is not None:
@@ -303,13 +303,13 @@ class VerifyReport:
 
     @property
     def output_sqnr_db(self) -> float | None:
-        """Lowest SQNR of all outputs in the optimized run, in dB; None without level 2."""
+        """Lowest SQNR of all outputs in the optimized run, in dB, or None without level 2."""
         run = self.end_to_end.get("optimized")
         return None if run is None else run.output_sqnr_db.get(worst_output(run.output_sqnr_db))
 
     @property
     def agreement(self) -> float | None:
-        """Top-1 agreement in the optimized run; None without level 2 or without class scores."""
+        """Top-1 agreement in the optimized run, or None without level 2 or without class scores."""
         run = self.end_to_end.get("optimized")
         return None if run is None else run.agreement
 
