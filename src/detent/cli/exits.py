@@ -96,7 +96,7 @@ def _code(error: DetentError) -> int:
 
 
 def require(*modules: str) -> None:
-    """Import modules, so that a missing module is reported before any work begins."""
+    """Import modules early, so that a missing module is reported before any work begins."""
     for module in modules:
         try:
             importlib.import_module(module)

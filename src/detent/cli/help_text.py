@@ -65,7 +65,7 @@ def option_names(parameter: Parameter) -> str:
 
 
 def default_text(parameter: Parameter) -> str:
-    """Return the default of a parameter as text; "" for flags and for a default of None.
+    """Return the default of a parameter as text, or "" for flags and for a default of None.
 
     For an option that must be given, the text is "required".
     """

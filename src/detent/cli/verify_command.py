@@ -158,5 +158,5 @@ def _levels(text: str | None, *, has_data: bool) -> tuple[int, ...]:
         return (1, 2, 3) if has_data else (1,)
     parts = [part.strip() for part in text.split(",")]
     if not all(part in {"1", "2", "3"} for part in parts):
-        raise SpecError(f"--levels {text!r}: expected numbers from 1 to 3, e.g. 1,3")
+        raise SpecError(f"got --levels {text!r}, expected numbers from 1 to 3, e.g. 1,3")
     return tuple(sorted({int(part) for part in parts}))

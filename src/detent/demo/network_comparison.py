@@ -72,7 +72,7 @@ def without_norms(model: nn.Sequential) -> nn.Sequential:
 
 
 def export_float(model: nn.Sequential, example: Tensor, path: Path) -> Path:
-    """Export a float model to ONNX, cleaned up like quantized models, so that file sizes are comparable."""
+    """Export a float model to ONNX without debug metadata, so that its size is comparable with quantized files."""
     shapes = ({0: torch.export.Dim.AUTO},)
     proto, _ = run_exporter(without_norms(model), ((example,), {}), OPSET, shapes, ["output"])
     version: str = import_module("detent").__version__

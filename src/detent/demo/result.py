@@ -34,14 +34,14 @@ class DemoRow:
 
     Attributes:
         label: "float", or the bits of the weights and the method, such as "W4 QAT".
-        recipe: name of the preset; None for the float network.
+        recipe: name of the preset, or None for the float network.
         accuracy_torch: share of test images that PyTorch classifies correctly.
         accuracy_onnxruntime: share of test images that ONNX Runtime classifies correctly.
         samples: number of test images.
         equal_predictions: number of test images for which PyTorch and ONNX Runtime predict the same class.
         nbytes: size of the ONNX file of this network.
         nbytes_float: size of the ONNX file of the float network.
-        sqnr_db: SQNR of the logits in ONNX Runtime, compared with the float network; None for the float network.
+        sqnr_db: SQNR of the logits in ONNX Runtime, compared with the float network, or None for the float network.
         compared_codes: number of codes of weights and activations that ``dt.verify`` compared.
         differing_codes: number of compared codes that differ.
 

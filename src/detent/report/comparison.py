@@ -27,9 +27,9 @@ class ComparedLayer:
 
     @property
     def sqnr_change_db(self) -> float | None:
-        """SQNR in b minus SQNR in a, in dB; None if unknown.
+        """SQNR in b minus SQNR in a, in dB, or None if unknown.
 
-        The SQNR is that of the layer's output. If a report lacks it, the SQNR is that of the layer's weight.
+        The change refers to the layer's output or, if a report lacks the output's SQNR, to the layer's weight.
         """
         outputs = [None if layer is None else layer.output_sqnr_db for layer in (self.a, self.b)]
         change = _change(*outputs)
@@ -37,7 +37,7 @@ class ComparedLayer:
 
     @property
     def nbytes_change(self) -> int | None:
-        """Bytes in b minus bytes in a; None if unknown."""
+        """Bytes in b minus bytes in a, or None if unknown."""
         if self.a is None or self.b is None or self.a.nbytes is None or self.b.nbytes is None:
             return None
         return self.b.nbytes - self.a.nbytes
@@ -100,7 +100,7 @@ class Comparison:
 
     @property
     def sqnr_change_db(self) -> float | None:
-        """Lowest output SQNR in b minus the lowest in a, in dB; None if unknown."""
+        """Lowest output SQNR in b minus the lowest in a, in dB, or None if unknown."""
         return _change(self.a.sqnr_db, self.b.sqnr_db)
 
     @property

@@ -127,7 +127,7 @@ def _kernels(
 
 
 def _reference(inputs: ReportInputs) -> ModelProto | None:
-    """Return the float model to compare with: that of ``result``, after accuracy passes; without result, the source."""
+    """Return the float model to compare with: the model in ``result``, after accuracy passes, or else the source."""
     if inputs.result is not None:
         return inputs.result.plan.model
     return None if inputs.source is None else load(inputs.source)

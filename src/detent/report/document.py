@@ -90,7 +90,7 @@ class Tensor:
     Attributes:
         name: name of the tensor in the file.
         spec: how the tensor is quantized.
-        shape: shape of a weight; () for activations, whose shapes vary.
+        shape: shape of a weight, or () for activations, whose shapes vary.
         elements: number of elements measured.
         minimum: smallest value; for weights, after dequantization.
         maximum: largest value; for weights, after dequantization.
@@ -138,7 +138,7 @@ class Tensor:
 
     @property
     def codes_text(self) -> str:
-        """Smallest and largest code that occur, as text; "" if unknown."""
+        """Smallest and largest code that occur, as text, or "" if unknown."""
         return "" if self.code_low is None or self.code_high is None else f"codes {self.code_low}..{self.code_high}"
 
 
@@ -233,7 +233,7 @@ class Reproduction:
     """Everything needed to produce the file again.
 
     Attributes:
-        written_by: version of detent that wrote the file; "" if another tool wrote it.
+        written_by: version of detent that wrote the file, or "" if another tool wrote it.
         target: runtime and CPU that the file was quantized for.
         recipe: name of the recipe.
         recipe_toml: the recipe as TOML.
@@ -260,7 +260,7 @@ class Reproduction:
 
 
 def matching_candidate(spec: str, options: Sequence[str]) -> str:
-    """Return the candidate that was measured for a weight with this spec; "" if no candidate or several match.
+    """Return the candidate that was measured for a weight with this spec, or "" if no candidate or several match.
 
     Args:
         spec: complete spec of a layer's weight, with the layer's own axis.
@@ -334,7 +334,7 @@ class Report:
 
     Attributes:
         title: title of the report.
-        nbytes_before: size of the float model in bytes; None if unknown.
+        nbytes_before: size of the float model in bytes, or None if unknown.
         nbytes_after: size of the quantized model in bytes.
         layers: layers sorted by noise share, largest first; layers in float come last.
         others: quantized activations that no layer reads directly.
@@ -395,12 +395,12 @@ class Report:
 
     @property
     def worst_output(self) -> str:
-        """Name of the output with the lowest SQNR; "" if outputs were not compared."""
+        """Name of the output with the lowest SQNR, or "" if outputs were not compared."""
         return worst_output(self.output_sqnr_db)
 
     @property
     def sqnr_db(self) -> float | None:
-        """Lowest SQNR of all outputs; None if outputs were not compared."""
+        """Lowest SQNR of all outputs, or None if outputs were not compared."""
         return self.output_sqnr_db.get(self.worst_output)
 
     def to_json(self) -> str:
@@ -440,7 +440,9 @@ class Report:
         check_suffix(source)
         try:
             if source.stat().st_size > TEXT_LIMIT:
-                raise FileFormatError(f"{source} is larger than {TEXT_LIMIT} bytes, the limit for reports")
+                raise FileFormatError(
+                    f"{source} is larger than {TEXT_LIMIT} bytes, the limit for reports: build a new report"
+                )
             text = source.read_text(encoding="utf-8")
         except OSError as error:
             raise FileFormatError(f"{source} cannot be read: {error.strerror}") from error

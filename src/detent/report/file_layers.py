@@ -40,7 +40,7 @@ class FileLayer:
 
     @property
     def output(self) -> str:
-        """Name of the layer's output tensor; "" if there is no output."""
+        """Name of the layer's output tensor, or "" if there is no output."""
         return self.node.output[0] if self.node.output else ""
 
 

@@ -105,7 +105,7 @@ class Bars:
 
 
 def bars(tensor: Tensor) -> Bars | None:
-    """Draw a tensor's histogram, with lines at both ends of the clipping range; None if there is no histogram."""
+    """Draw a tensor's histogram with lines at the clipping bounds; return None if there is no histogram."""
     histogram = tensor.histogram
     if histogram is None:
         return None
@@ -128,7 +128,7 @@ def bars(tensor: Tensor) -> Bars | None:
 
 
 def _extent(histogram: Histogram, lines: Lines) -> tuple[float, float]:
-    """Return the range of the x axis: the histogram, and clip lines that are at most its width away from it."""
+    """Return the range of the x axis: the histogram's range, extended to clip lines within one histogram width."""
     low, high, width = histogram.low, histogram.high, histogram.high - histogram.low
     near = [line for line in lines if line is not None and low - width <= line <= high + width]
     return min([low, *near]), max([high, *near])
@@ -223,7 +223,7 @@ def curve_points(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, flo
 
 
 def curve(points: Sequence[tuple[int, float]], mix: Mix | None = None) -> Curve | None:
-    """Draw the predicted SQNR against the total size of the weights; None with fewer than two points."""
+    """Draw the predicted SQNR against the total size of the weights; return None for fewer than two points."""
     points = [(size, value) for size, value in points if isfinite(value)]
     if len(points) < 2:
         return None

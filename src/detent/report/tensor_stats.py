@@ -106,7 +106,7 @@ class Distribution:
             self._first = (self._first - odd) // 2
 
     def histogram(self, bins: int = 48) -> Histogram | None:
-        """Return a histogram with at most ``bins`` bins; None if nothing was counted."""
+        """Return a histogram with at most ``bins`` bins, or None if nothing was counted."""
         if not self._counts.size:
             return None
         per_bin = max(1, ceil(self._counts.size / bins))
@@ -138,7 +138,7 @@ class FloatWeights:
         self._nodes = {(graph.node_name(node), node.op_type): node for node in reversed(graph.nodes)}
 
     def of(self, name: str, op_type: str) -> Array | None:
-        """Return the weight of the first node with this name and type; None if there is no such float weight."""
+        """Return the weight of the first node with this name and type, or None if there is no such float weight."""
         node, graph = self._nodes.get((name, op_type)), self._graph
         constants = [] if node is None else [each for each in node.input[:2] if each in graph.constants]
         return graph.array(constants[0]) if constants and graph.kind(constants[0]) == TensorProto.FLOAT else None
@@ -413,7 +413,7 @@ def measure_activations(
 
 
 class _FloatModel:
-    """The float model. It keeps its tensors of a batch until the quantized model has run on the same batch."""
+    """The float model, which keeps the tensors of a batch until the quantized model has run on this batch."""
 
     def __init__(self, artifact: QuantizedGraph, reference: ModelProto, results: Sequence[str]) -> None:
         graph = Graph(reference)
@@ -430,7 +430,7 @@ class _FloatModel:
             self.notes["not compared with the float model: its inputs differ from those of the file"] = None
             self.results = []
         elif not self.has_outputs:
-            self.notes["outputs not compared: the float model has other outputs than the file"] = None
+            self.notes["outputs not compared: the float model and the file have different outputs"] = None
         self._kept: dict[str, Array] = {}
         self._expected: list[Array] = []
         self._probe = Probe(reference, self._readings(self._keep, self._keep_outputs))
