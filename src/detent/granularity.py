@@ -127,7 +127,7 @@ class Granularity(ABC):
 
     @property
     def set_size(self) -> int | None:
-        """The number of elements in a full parameter set; None if it depends on the data's shape."""
+        """The number of elements in a full parameter set, or None if it depends on the data's shape."""
         return None
 
     def tiling(self, shape: Shape) -> Tiling:

@@ -146,7 +146,7 @@ class OutputComparison:
                 self._add_classes(x, y)
 
     def _problem(self, x: Array, y: Array) -> str:
-        """Explain why two outputs cannot be compared; "" if they can."""
+        """Return why two outputs cannot be compared, or "" if they can be compared."""
         if not isinstance(x, np.ndarray) or not isinstance(y, np.ndarray):
             return "not an array"  # for example a sequence of tensors
         if x.dtype.kind not in "fiub" or (x.dtype.kind == "f") != (y.dtype.kind == "f"):
@@ -194,17 +194,17 @@ class OutputComparison:
 
     @property
     def agreement_counts(self) -> tuple[int, int]:
-        """The number of samples with equal classes, and the number of all samples; (0, 0) if ``agreement`` is None."""
+        """The number of samples with equal classes and of all samples, or (0, 0) if ``agreement`` is None."""
         return (0, 0) if self.agreement is None else (self._agreeing, self._rows)
 
     @property
     def agreement_interval(self) -> tuple[float, float] | None:
-        """The Wilson interval of the agreement, with 95 % confidence; None if ``agreement`` is None."""
+        """The Wilson interval of the agreement, with 95 % confidence, or None if ``agreement`` is None."""
         equal, total = self.agreement_counts
         return wilson_interval(equal, total) if total else None
 
     def sqnr_interval_db(self, name: str) -> tuple[float, float] | None:
-        """Return the 95 % confidence interval of an output's SQNR; None with fewer than two samples.
+        """Return the 95 % confidence interval of an output's SQNR, or None with fewer than two samples.
 
         For N samples with signal power s and noise power n each, the ratio R = sum n / sum s has the relative standard
         error ``sqrt(N / (N - 1) * sum (n - R s)^2) / sum n``.
@@ -255,7 +255,7 @@ def wilson_interval(count: int, total: int) -> tuple[float, float]:
 
 
 def worst_output(sqnr_db: Mapping[str, float]) -> str:
-    """Return the name of the output with the lowest SQNR (NaN is lowest); "" if there are no outputs."""
+    """Return the name of the output with the lowest SQNR (NaN is lowest), or "" if there are no outputs."""
     return min(sqnr_db, key=lambda name: -inf if isnan(sqnr_db[name]) else sqnr_db[name], default="")
 
 

@@ -67,7 +67,7 @@ class FakeQuantize:
         training: set by ``train()`` and ``eval()``. In evaluation, forward changes the state only in mode PerBatch.
         step: counter for stochastic rounding, incremented by each training forward with stochastic rounding.
         scale_grad: in mode Learned, the gradient of the scale from the last backward.
-        zero_point_grad: in mode Learned, the gradient of the zero point from the last backward; None for symmetric
+        zero_point_grad: in mode Learned, the gradient of the zero point from the last backward, or None for symmetric
             specs.
 
     >>> import detent as dt, numpy as np

@@ -265,7 +265,7 @@ file, or a preset: w8a8, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g
         storage.write_atomic(path, recipe_files.to_bytes(Path(path), self.name, self.rules))
 
     def diff(self, other: "Recipe | str | PathLike[str]") -> str:
-        """Return the changes from this recipe to the other, with one line per rule; "" if the recipes are equal.
+        """Return the changes from this recipe to the other, with one line per rule, or "" if the recipes are equal.
 
         >>> print(Recipe.preset("w4a8").diff("w2a8"))
         - name 'w4a8'

@@ -413,7 +413,7 @@ def short_spec(spec: QuantSpec) -> str:
 
 
 def spec_text(spec: QuantSpec) -> str | None:
-    """Return the short string that ``QuantSpec.parse`` turns into this spec; None if there is no such string."""
+    """Return the short string that ``QuantSpec.parse`` turns into this spec, or None if there is no such string."""
     if str(spec) in NAMED_SPECS:
         return str(spec)
     parts = [f"{spec.format.name}/{spec.granularity}"]
