@@ -5,8 +5,8 @@ bound the time and memory of reading. Values are checked before they become arra
 a value.
 
 Frozen dataclasses are written field by field, and read according to their type annotations; a ``Leaf`` adds support for
-another type. Arrays are stored exactly. JSON has neither infinities nor NaN, so they are written as "inf", "-inf" and
-"nan". The short texts are calls such as ``name(1, k=2)``.
+another type. Arrays are stored exactly. JSON has no infinities and no NaN, so these values are written as "inf", "-inf"
+and "nan". The short texts are calls such as ``name(1, k=2)``.
 """
 
 import json
@@ -297,7 +297,7 @@ def decode_array(value: object, what: str, *, error: type[DetentError] = FileFor
 
 
 def _is_exact(value: object) -> bool:
-    """Return whether float64 represents the value exactly; True for "inf", "-inf" and "nan", False for 1e999."""
+    """Return whether float64 represents the value exactly; the texts "inf", "-inf" and "nan" also count as exact."""
     if type(value) is int:
         return abs(value) <= EXACT_LIMIT
     return isfinite(value) if type(value) is float else isinstance(value, str) and value in _SPECIAL

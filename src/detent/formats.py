@@ -77,7 +77,7 @@ class Format:
 
     @cached_property
     def largest_gap(self) -> float:
-        """The widest distance between adjacent values at scale 1; half of it bounds the rounding error."""
+        """The widest distance between adjacent values at scale 1; the rounding error is at most half this distance."""
         return 1.0 if self.is_integer else max(high - low for low, high in pairwise(self.finite_levels))
 
 

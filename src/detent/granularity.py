@@ -1,8 +1,8 @@
 """Granularity: which elements of an array share one (scale, zero point) pair, called a parameter set.
 
-Every granularity tiles the array with equal blocks: a block spans ``block[i]`` indices of axis ``i``, and the last
-block of an axis may be shorter. In ``PerAxis``, ``axis`` is the channel axis: each of its indices has a scale. In
-``PerGroup``, ``axis`` is the axis that is divided into groups.
+Every granularity tiles the array with equal blocks. A block spans ``block[i]`` indices of axis ``i``; the last block of
+an axis may be shorter. In ``PerAxis``, ``axis`` is the channel axis: each of its indices has a scale. In ``PerGroup``,
+``axis`` is the axis that is divided into groups.
 
 ============================ ====================================== ================================================
 value                        scale shape for x of shape (d0..dn)    string
@@ -66,7 +66,7 @@ class Tiling:
     scale_shape: Shape
 
     def __hash__(self) -> int:
-        """Return a cached hash: every quantization looks up its kernel with the tiling as a key."""
+        """Return a cached hash, because every quantization looks up its kernel with the tiling as a key."""
         return self._hash
 
     @cached_property

@@ -1,7 +1,7 @@
 """Metrics: quantization error, and how many of the codes are used.
 
 Sums have a fixed accumulation order in float64 (docs/numerics.md, section 5), so a metric is equal on every machine.
-Empty data have no error: sums are 0, ``sqnr_db`` is infinite. ``SignalNoise`` and ``OutputComparison`` sum over batches
+For empty data, sums are 0 and ``sqnr_db`` is infinite. ``SignalNoise`` and ``OutputComparison`` sum over batches
 in the order in which the batches are added.
 """
 
@@ -59,8 +59,8 @@ def max_error(x: ArrayLike, y: ArrayLike) -> float:
 def sqnr_db(x: ArrayLike, y: ArrayLike) -> float:
     """Return the SQNR (signal-to-quantization-noise ratio) in dB, ``10 log10(sum x^2 / sum (x - y)^2)``.
 
-    It is inf if there is no noise, and -inf if there is no signal or the noise is infinite. It is NaN if x or y
-    contains NaN, or if signal and noise are both infinite.
+    It is inf for zero noise, and -inf for a zero signal or infinite noise. It is NaN if x or y contains NaN, or
+    if signal and noise are both infinite.
 
     >>> round(sqnr_db([10.0, 0.0], [9.0, 0.0]), 6)
     20.0

@@ -83,7 +83,7 @@ def dequantize(
 
     Args:
         q: a QuantizedTensor, or an array of codes if ``params`` is passed, too.
-        params: the params that the codes were made with. A spec is not enough, because it contains no scale.
+        params: the params that the codes were made with. A spec is rejected, because it contains no scale.
         dtype: dtype of the result. Default: the dtype of the data that the QuantizedTensor was made from; for an array
             of codes, float32.
         out: array for the result.
@@ -148,8 +148,8 @@ def fake_quantize_backward(
 ) -> Array:
     """Return the gradient of x, given the gradient g of ``fake_quantize(x, params)``.
 
-    ``params`` and ``step`` must equal those of the forward pass; if ``params`` is a spec, params are derived from the
-    min-max range of x. ``ste`` is the straight-through estimator; None means the mask of the params' convention.
+    Pass the same ``params`` and ``step`` as to the forward pass. If ``params`` is a spec, the params are derived from
+    the min-max range of x. ``ste`` is the straight-through estimator; None means the mask of the params' convention.
 
     >>> import detent as dt, numpy as np
     >>> dt.fake_quantize_backward(np.ones(3), np.array([1.0, 127.4, 127.6]), dt.QuantParams.int8_symmetric())
@@ -187,8 +187,8 @@ def fake_quantize_masked(
 def fake_quantize_masked_backward(g: ArrayLike, mask: Array, params: QuantParams, *, out: Array | None = None) -> Array:
     """Return the gradient of x from the mask of ``fake_quantize_masked``.
 
-    The result equals that of ``fake_quantize_backward`` bit for bit. ``params`` must be those of the forward pass. A
-    spec is not enough, because there is no x to derive params from.
+    The result equals the result of ``fake_quantize_backward`` bit for bit. Pass the QuantParams of the forward pass. A
+    spec is rejected, because params cannot be derived without x.
 
     >>> import detent as dt, numpy as np
     >>> dt.fake_quantize_masked_backward(np.ones(3), np.array([6], np.uint8), dt.QuantParams.int8_symmetric())
@@ -247,7 +247,7 @@ def fake_quantize_learned_backward(
     Args:
         g: gradient of the result, of x's shape and dtype.
         x: float data.
-        params: QuantParams of the forward pass; or a spec, to derive them from the min-max range of x.
+        params: QuantParams of the forward pass; or a spec, to derive params from the min-max range of x.
         ste: straight-through estimator for the gradient of x; the other two gradients always use ``Clipped()``.
         grad_scale: factor for the gradients of scale and zero point; None means ``1 / sqrt(N * max(|qmax|, 1))`` with N
             elements per parameter set.

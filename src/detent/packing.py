@@ -90,7 +90,9 @@ def _checked(codes: ArrayLike, bits: int) -> NDArray[Any]:
             raise DtypeError(f"got codes of dtype {array.dtype}, expected integers or one-byte floats")
         flat = flat.view(np.uint8)
     if flat.size and not (-(1 << (bits - 1)) <= int(flat.min()) and int(flat.max()) < 1 << bits):
-        raise ParamsError(f"got codes in [{flat.min()}, {flat.max()}], expected codes that fit {bits} bits: clamp them")
+        raise ParamsError(
+            f"got codes in [{flat.min()}, {flat.max()}], expected codes that fit {bits} bits: clamp the codes"
+        )
     itemsize = 1 if bits <= BYTE else 2
     return flat if flat.dtype.itemsize == itemsize else flat.astype(np.int64).astype(f"u{itemsize}")
 

@@ -119,8 +119,8 @@ class QuantParams:
 
         Args:
             spec: a QuantSpec or its short string.
-            lo: lower bound of each parameter set, in the scale's shape or broadcastable to it.
-            hi: upper bound of each parameter set, in the scale's shape or broadcastable to it.
+            lo: lower bound of each parameter set, broadcastable to the scale's shape.
+            hi: upper bound of each parameter set, broadcastable to the scale's shape.
             shape: shape of the data; needed only if lo and hi are scalars and the spec has several parameter sets.
             dtype: dtype of the scale.
 
@@ -161,7 +161,7 @@ class QuantParams:
         """Derive parameters from the min-max range of each parameter set of x.
 
         Raises:
-            RangeError: x is empty or contains NaN or infinities (observers skip and count them).
+            RangeError: x is empty or contains NaN or infinities. Observers, in contrast, skip and count such values.
 
         >>> import detent as dt, numpy as np
         >>> dt.QuantParams.from_data("int8/axis0", np.array([[1.0, -2.0], [0.5, 0.25]], np.float32)).scale * 127
@@ -269,8 +269,7 @@ class QuantParams:
         """Return the size in float32 divided by the size of codes, scales and zero points.
 
         Args:
-            shape: shape of the data. Without it, scales and zero points are counted only for groups and blocks; for
-                other granularities, the number of scales per element depends on the shape.
+            shape: shape of the data. Without a shape, scales and zero points are counted only for groups and blocks.
             include_params: whether to count scales and zero points; if False, only codes are counted.
 
         >>> import detent as dt
@@ -386,8 +385,8 @@ def get_params(value: ParamsLike, data: NDArray[Any]) -> QuantParams:
     if isinstance(value, QuantSpec | Format | str):
         return QuantParams.from_data(value, data)
     raise DtypeError(
-        f"params must be a QuantParams or a spec such as 'int8/axis0', got {type(value).__name__}: pass a spec to use "
-        "the range of x, or make params with from_data or from_range"
+        f"params must be a QuantParams or a spec such as 'int8/axis0', got {type(value).__name__}: pass a spec, "
+        "or make params with from_data or from_range"
     )
 
 
@@ -531,8 +530,8 @@ def check_levels(
     given = block_scale is not None, tensor_scale is not None
     if given != (two_level, two_level):
         raise ParamsError(
-            f"scale_format {spec.scale_format!r} must have {'both' if two_level else 'neither'} block_scale "
-            f"{'and' if two_level else 'nor'} tensor_scale: use from_range or from_data"
+            f"scale_format {spec.scale_format!r} {'needs' if two_level else 'does not support'} block_scale and "
+            "tensor_scale: use from_range or from_data"
         )
     if block_scale is not None and tensor_scale is not None:
         with np.errstate(all="ignore"):

@@ -335,7 +335,9 @@ class FakeQuantize:
             )
         if bool(parts.observed) != (self._scales.observer is not None):
             has = (
-                "has an observer, so its mode was EMA" if parts.observed else "has no observer, so its mode was not EMA"
+                "has an observer, so its mode was EMA"
+                if parts.observed
+                else "has no observer, so its mode was PerBatch, Fixed or Learned"
             )
             raise StateError(
                 f"the state {has}, but this quantizer has mode {self.mode}: make a quantizer with the mode of the state"

@@ -5,8 +5,8 @@ A rule with ``skip=True`` keeps the layer in float, unless a later rule sets a w
 no rule matches are kept in float. A rule that matches no layer is an error (``check_matched``); the message suggests
 similar names.
 
-If no rule sets a mode, the frontends use their defaults: activations have an EMA range (``EMA(0.99)``), and weights
-have the min-max range of their current values (``PerBatch``).
+If no rule sets a mode, activations have an EMA range (``EMA(0.99)``), and weights have the min-max range of their
+current values (``PerBatch``).
 
 Presets are ``w<bits>a<bits>[-g<group>]`` and ``fp8``. Weights are signed and symmetric, per-channel (axis 0) or
 per-group; inputs are unsigned and affine, per-tensor. Presets with ``a16`` are weight-only; below 8 bits their default
@@ -162,8 +162,8 @@ class Recipe:
         """Raise if a rule matches none of the layers; each layer is a tuple ``(name, types, first, last)``.
 
         Raises:
-            SpecError: some rules match no layer. The message says for each of them whether the pattern or the types
-                failed to match, and suggests the closest names.
+            SpecError: some rules match no layer. For each such rule, the message says whether the pattern or the types
+                did not match, and suggests the closest names.
 
         >>> Recipe([Rule("haed*", skip=True)]).check_matched([("body.0", ["Linear"]), ("head", ["Linear"])])
         Traceback (most recent call last):
@@ -454,7 +454,7 @@ def skip_flag(name: str) -> str:
 def skipped_names(names: Sequence[str], patterns: str | Iterable[str], hint: str) -> set[str]:
     """Return the layer names that match one of the patterns; a pattern is a name or a glob.
 
-    ``hint`` is part of the error message: it says where the user finds the layer names.
+    ``hint`` is the part of the error message that says where the user finds the layer names.
     """
     skipped: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:

@@ -7,7 +7,7 @@ floor      down
 stochastic up with a probability equal to the fractional part, otherwise down
 ========== =====================================================================
 
-Stochastic rounding has no hidden random state: the random word of element ``i`` (C order) is the first output of
+Stochastic rounding has no hidden random state. The random word of element ``i`` (C order) is the first output of
 Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (i low, i high, step, 0). So every backend gives equal
 bits with any number of threads. The arithmetic is in ``detent.kernels.reference``.
 """

@@ -1,4 +1,4 @@
-"""Scale modes: where a stateful quantizer gets its parameters from.
+"""Scale modes: the source of a stateful quantizer's parameters.
 
 ============ =======================================================================================
 PerBatch()   the range of the current batch, in training and evaluation

@@ -154,7 +154,7 @@ class QuantSpec:
         return (int(self.qmin) + int(self.qmax) + 1) // 2
 
     def replace(self, **changes: object) -> "QuantSpec":
-        """Return a changed copy; symmetry, rounding, qmin and qmax are resolved again if they had default values.
+        """Return a changed copy; defaults of symmetry, rounding, qmin and qmax are resolved again.
 
         >>> import detent as dt
         >>> dt.QuantSpec(dt.int8).replace(convention=dt.Convention.torch).qmin

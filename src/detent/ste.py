@@ -55,7 +55,7 @@ class HardTanh:
 class Tanh:
     """STE with the derivative of tanh.
 
-    ``unit`` says how x is measured: in half widths of the range ("range"), or in scales ("step").
+    ``unit`` is the unit of x: half the width of the range ("range"), or the scale ("step").
     """
 
     unit: Literal["range", "step"] = "range"

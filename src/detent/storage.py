@@ -80,7 +80,9 @@ def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
     header, body = _split(bytes(data))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FileFormatError("the metadata does not map strings to strings: not a safetensors file")
+        raise FileFormatError(
+            "the metadata must map strings to strings: the file is damaged, or not a safetensors file"
+        )
     entries = {name: _checked_entry(name, entry) for name, entry in header.items()}
     position = 0
     arrays: Arrays = {}
@@ -155,7 +157,7 @@ def _create_locked(temporary: Path) -> int:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove temporary files that killed writers of ``target`` left, including those of ONNX external data."""
+    """Remove temporary files that killed writers of ``target`` left, also for its ONNX external data."""
     if fcntl is None:
         return
     ours = re.compile(rf"{re.escape(f'.{target.name}.')}(?:[0-9a-f]{{12}}\.data\.)?[0-9a-f]{{16}}")
@@ -218,7 +220,7 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
         )
     text = data[_LENGTH : _LENGTH + length]
     if not text.startswith(b"{"):
-        raise FileFormatError("the header does not start with '{': not a safetensors file")
+        raise FileFormatError("the header does not start with '{': the file is damaged, or not a safetensors file")
     with reading("the header is not valid JSON", keep=FileFormatError):
         header = parse(text.decode(), "the header", limit=HEADER_LIMIT)
     return header, data[_LENGTH + length :]

@@ -71,7 +71,7 @@ class QuantizedTensor:
     __slots__ = ("_codes", "_dtype", "_packed", "_params", "_shape", "_shared")
 
     def __init__(self, codes: ArrayLike, params: QuantParams, dtype: DTypeLike = "float32") -> None:
-        """Make a tensor from unpacked codes, as ``from_codes`` does."""
+        """Make a tensor from unpacked codes; same as ``from_codes``."""
         array = as_array("codes", codes)
         self._dtype = float_dtype(dtype, "the tensor")
         _check_fit(params, array.shape, self._dtype)
@@ -90,9 +90,9 @@ class QuantizedTensor:
         packed: bool = False,
         shared: bool = False,
     ) -> "QuantizedTensor":
-        """Make a tensor from codes (or packed codes) that a plan has just computed; they are not checked or copied.
+        """Make a tensor from codes (or packed codes) that a plan has just computed, without a check or copy.
 
-        If ``shared``, the codes may change: nothing derived from them is cached, and the tensor has no hash.
+        If ``shared``, the codes may change, so the tensor caches nothing and has no hash.
         """
         tensor = cls.__new__(cls)
         view = _read_only_view(data)

@@ -2,8 +2,8 @@
 
 A ``Runner`` of the extension module contains the kernels for one tiling and one dict of rules. Rules are numbers, named
 like the fields in ``native/.../call.hpp``. This module computes rules and layout once and caches runners, so a call
-only passes pointers. Arrays that are not C-contiguous are copied first. Results equal those of the reference kernels
-bit for bit. Functions that reduce or pack return None if there is no native kernel for their arguments.
+only passes pointers. Arrays that are not C-contiguous are copied first. Results equal the results of the reference
+kernels bit for bit. Functions that reduce or pack return None if there is no native kernel for their arguments.
 """
 
 from collections.abc import Callable, Hashable, Mapping

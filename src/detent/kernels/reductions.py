@@ -97,8 +97,8 @@ def histogram(
     """Count elements, or add up their weights, in ``counts[row, set, bin]``.
 
     A row is a sign and an exponent. ``rows`` maps each of the 512 rows to its index in ``counts``, or to -1 if the row
-    is not stored. A bin is the leading ``bits`` bits of the mantissa. Returns three values: a mask of the rows that
-    occur in x but are not stored; whether all finite elements are in the range of float32; the result of ``minmax``.
+    is not stored. A bin is the leading ``bits`` bits of the mantissa. Returns a mask of the rows that occur in x but
+    are not stored, whether all finite elements fit float32, and the result of ``minmax``.
     """
     choice = current_kernels()
     result = None if choice == "reference" else native.histogram(x, tiling, bits, rows, weights, counts)

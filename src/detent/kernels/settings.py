@@ -1,7 +1,7 @@
 """Settings: the choice of kernels and the number of threads. Neither changes a result.
 
-``use_kernels`` selects kernels in a ``with`` block; outside of such a block, DETENT_KERNELS selects them. detent has
-two environment variables:
+``use_kernels`` selects kernels in a ``with`` block; outside of such a block, DETENT_KERNELS selects the kernels. detent
+has two environment variables:
 
 ==================== ===============================================================================================
 DETENT_KERNELS       "auto" (default), "native" or "reference"

@@ -1,4 +1,4 @@
-"""Observers: they compute ranges from data.
+"""Observers, which compute ranges from data.
 
 Pass batches to ``observe``, combine observers with ``merge``, and get the result from ``range`` or ``params``. Three
 observers also have the names that PyTorch uses: ``MinMaxObserver`` is ``MinMax``, ``MovingAverageMinMaxObserver`` is

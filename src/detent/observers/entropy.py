@@ -2,13 +2,13 @@
 
 The histogram is resampled to 2048 equal bins. Each window of bins around zero is a candidate range, for which two
 distributions are compared. Distribution p is the mass inside the window; the mass outside is added to the first and
-last bin. Distribution q is the quantized mass inside the window: it is merged into as many parts as the spec has codes,
-and then spread evenly over the non-empty bins of each part. The result is the window with the least ``KL(p || q)``.
-Cumulative sums of counts ``c`` and of ``c log c`` give the divergence of all windows at once.
+last bin. Distribution q is the quantized mass inside the window. The mass is merged into as many parts as the spec has
+codes. Then the mass of each part is spread evenly over the part's non-empty bins. The result is the window with the
+least ``KL(p || q)``. Cumulative sums of counts ``c`` and of ``c log c`` give the divergence of all windows at once.
 
-A window must contain at least nine tenths of the mass. Zeros are left out, because they are quantized without error,
-and q would spread the many zeros after a ReLU over a whole part. For symmetric specs, windows are symmetric. For affine
-specs, windows have the same ratio of lower to upper bound as the data.
+A window must contain at least nine tenths of the mass. Zeros are left out, because quantization does not change zeros.
+Otherwise, q would spread the many zeros after a ReLU over a whole part. For symmetric specs, windows are symmetric. For
+affine specs, windows have the same ratio of lower to upper bound as the data.
 """
 
 import numpy as np

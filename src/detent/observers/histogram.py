@@ -103,7 +103,7 @@ class BinnedObserver(Observer):
         return bounds
 
     def _with_room_for(self, added: Counts) -> Counts:
-        """Return the counts as fixed-point weights; raise if the sum of these and ``added`` does not fit int64."""
+        """Return the counts as fixed-point weights; raise if their sum plus ``added`` does not fit int64."""
         counts = self._counts if self.weighted else _as_units(self._counts)
         total = float(counts.sum(dtype=np.float64)) + float(added.sum(dtype=np.float64))
         if total >= MASS_LIMIT:
@@ -157,8 +157,8 @@ class BinnedObserver(Observer):
         massless = ~mass.any(axis=1)
         if massless.any():
             raise NotCalibratedError(
-                f"{self!r} has observed only elements with a weight below 2^-{WEIGHT_BITS} in {int(massless.sum())} of "
-                f"{massless.size} parameter sets: multiply the argument weight by a large constant, or omit it"
+                f"{self!r} has observed only weights below 2^-{WEIGHT_BITS} in {int(massless.sum())} of "
+                f"{massless.size} parameter sets: pass larger weights, or omit the argument weight"
             )
         occur = mass.any(axis=0)
         order = np.argsort(lower[occur], kind="stable")
@@ -210,8 +210,8 @@ class BinnedObserver(Observer):
             )
         if (rows % 256 == ROWS // 2 - 1).any() or (counts < 0).any() or counts.sum(dtype=np.float64) >= MASS_LIMIT:
             raise StateError(
-                "damaged histogram state: it has bins for non-finite values, or counts that are negative or sum to "
-                "2^62 or more: pass the result of state_dict()"
+                "got a damaged histogram state, expected bins of finite values, and counts >= 0 with a sum below "
+                "2^62: pass the result of state_dict()"
             )
         total = int(counts.sum(dtype=object))
         if not counters["weighted"] and total != counters["count"]:
@@ -270,7 +270,9 @@ def _fixed_point(weight: ArrayLike, data: Array) -> Counts:
             f"weights of shape {weights.shape} do not broadcast to x of shape {data.shape}: pass one weight per element"
         ) from error
     if not (np.isfinite(weights).all() and (weights >= 0).all()):
-        raise RangeError("got infinite, NaN or negative weights, expected finite weights >= 0: replace them, e.g. by 0")
+        raise RangeError(
+            "got infinite, NaN or negative weights, expected finite weights >= 0: replace these weights, e.g. by 0"
+        )
     if weights.size and float(weights.max()) >= 2.0 ** (62 - WEIGHT_BITS):
         raise RangeError(
             f"got a weight of {weights.max()}, expected weights below 2^{62 - WEIGHT_BITS}: divide the weights by "

@@ -4,8 +4,8 @@ The error is computed with the spec's format, the scale rule of its convention, 
 includes clipping and rounding, integrated over the bins. The search varies the scale and, for affine specs, the zero
 point::
 
-    1. a coarse search from the scale of the min-max range downward, in half octaves; it stops where the clipping error
-       exceeds the least error so far, because every smaller scale clips more
+    1. a coarse search from the min-max scale downward, in half octaves; it stops where the clipping error exceeds the
+       least error so far, because smaller scales clip even more
     2. a fine search over the remaining scales, 32 per octave, which is finer than the bins
     3. two more searches around the lowest local minima, each with an eighth of the previous step
 
@@ -162,8 +162,8 @@ def _minima(errors: Float64) -> NDArray[np.intp]:
 def _affine(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
     """Search for scale and zero point of an affine spec.
 
-    At most 33 evenly spaced zero points are tried. Then the search repeats around the best of them, each time with half
-    the spacing.
+    At most 33 evenly spaced zero points are tried. Then the search repeats around the best zero point, each time with
+    half the spacing.
     """
     low, high = grid.bounds
     lo, hi = np.minimum(bins.lo, 0.0)[:, None], np.maximum(bins.hi, 0.0)[:, None]

@@ -65,9 +65,8 @@ class Range(NamedTuple):
 class Observer(ABC):
     """Base class of observers, which observe batches and keep one range per parameter set.
 
-    Threads may share an observer: batches observed at the same time count as if observed one after the other. Copies
-    share no state with the original. ``repr`` is the call that creates the observer; ``str`` also shows what it has
-    observed.
+    Threads may share an observer: the result is the same as if one thread observed all batches. Copies share no state
+    with the original. ``repr`` is the call that creates the observer; ``str`` also shows what it has observed.
 
     Attributes:
         granularity: determines which elements share a range.
@@ -112,7 +111,7 @@ class Observer(ABC):
             weight: importance weight of each element, broadcast to x; only for observers that keep a histogram.
 
         Raises:
-            ShapeError: the scale shape differs from that of the first batch.
+            ShapeError: the scale shape differs from the scale shape of the first batch.
 
         >>> import numpy as np
         >>> from detent.observers import MinMax
@@ -296,7 +295,7 @@ class Observer(ABC):
         return self
 
     def _load_arrays(self, arrays: Mapping[str, ArrayLike], counters: Mapping[str, int]) -> None:  # noqa: ARG002
-        """Replace the observer's arrays with those of a state; a StateError leaves the observer unchanged."""
+        """Replace the observer's arrays with the arrays of a state; a StateError leaves the observer unchanged."""
         self._lo, self._hi = self._checked_bounds(arrays["lo"], arrays["hi"]) if arrays else (None, None)
 
     def _checked_bounds(self, lo: ArrayLike, hi: ArrayLike) -> tuple[Bounds, Bounds]:

@@ -57,7 +57,7 @@ def calibrate(
 
     Raises:
         NotCalibratedError: there are no batches, or an observer has observed no finite value.
-        ShapeError: a batch has no array for an observer, or the scale shape differs from that of earlier batches.
+        ShapeError: a batch has no array for an observer, or the scale shape differs from earlier batches.
         FileFormatError: the resume file was saved for different observers or batches.
 
     >>> import numpy as np

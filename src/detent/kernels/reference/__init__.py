@@ -1,12 +1,12 @@
-"""Reference kernels over the array API; every other kernel must equal them bit for bit.
+"""Reference kernels over the array API; every other kernel must give the same bits.
 
-They run unchanged on NumPy, torch and any other array library that ``array_api_compat`` supports. They check nothing:
-plans check shapes, dtypes and NaN. They guarantee one rounding per operation in the compute type, no fused
-multiply-add, and no dependence on memory layout.
+Reference kernels run unchanged on NumPy, torch and any other array library that ``array_api_compat`` supports. They do
+not check their arguments: plans check shapes, dtypes and NaN. Every operation rounds once in the compute type, without
+fused multiply-add. Results do not depend on the memory layout.
 
 Functions that torch.compile traces have the argument ``xp``, the namespace of the array library, because torch.compile
 cannot trace the lookup of a namespace. If ``xp`` is None, the function looks it up. These functions have no caching
-decorators, because torch.compile cannot trace those either.
+decorators, because torch.compile cannot trace such decorators.
 """
 
 from detent.kernels.reference.bins import bin_edges, grid_errors, histogram

@@ -85,8 +85,8 @@ def grid_errors(
 ) -> Float64:
     """Return the quantization error of each candidate: the sum over bins of the integral of ``|x - level|^norm``.
 
-    ``bins`` are five arrays: lower edges, upper edges, the mass of each parameter set and bin, and the lower and upper
-    bounds of each parameter set. The bounds cut the outermost bins. ``scale`` and ``zero`` have a row of candidates for
+    ``bins`` are five arrays: lower and upper edges, the mass of each parameter set and bin, and the lower and upper
+    bound of each parameter set. The bounds cut the outermost bins. ``scale`` and ``zero`` have a row of candidates for
     each parameter set. If ``levels`` is empty, the levels are the integers from ``code_range[0] - zero`` to
     ``code_range[1] - zero``.
     """
@@ -150,7 +150,7 @@ def _integral(t: Float64, nearest: Any, whole: Float64, norm: float) -> Any:
 
 
 def _lane_sum(terms: Float64) -> float:
-    """Sum as the native kernel does: term i goes to partial sum i % 8, and the eight sums are added by halves."""
+    """Sum in the native kernel's order: term i goes to partial sum i % 8, and the 8 sums are added by halves."""
     padded = np.concatenate((terms, np.zeros(-terms.size % LANES))).reshape(-1, LANES)
     sums = np.zeros(LANES)
     for row in padded:

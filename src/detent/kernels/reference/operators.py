@@ -233,6 +233,6 @@ def _slope(xp: Any, spec: QuantSpec, ste: Estimator, wide: Any, scale: Any, zero
         slope = 1.0 - curve * curve
     else:
         raise UnsupportedError(
-            f"estimator {ste!r} has no kernel: pass a built-in estimator; callables are applied by Plan, not by kernels"
+            f"got estimator {ste!r}, which has no kernel: pass a built-in estimator, or use a Plan for callables"
         )
     return xp.where(xp.isnan(slope), xp.zeros_like(slope), slope)

@@ -15,8 +15,8 @@ is the measured error. The search has four steps:
 
 1. The descent measures every 64th position, for up to 20 octaves. It ends where the clipping error alone exceeds the
    least error, because every smaller scale clips more. An affine spec tries up to 9 zero points per scale, evenly
-   spaced over an interval. The interval contains three zero points: that of the min-max range, the one that maps the
-   largest value to the last code, and the one that maps the smallest value to the first code.
+   spaced over an interval. The interval contains three zero points. The first belongs to the min-max range. The second
+   maps the largest value to the last code. The third maps the smallest value to the first code.
 2. The first round measures at distance 16 and 32 from the positions of the 4 lowest estimates. The second round
    measures at distance 4 and 8 from the positions of the 4 lowest estimates so far. In sets of more than 128 values, a
    third round measures at distance 1 and 2.
