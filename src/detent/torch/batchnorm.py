@@ -162,7 +162,8 @@ class QuantizedNorm(nn.Module):
 def find_folds(model: nn.Module) -> dict[str, str]:
     """Find the layers whose output is read only by a batch norm; return a dict from layer names to batch norm names.
 
-    The pairs come from a symbolic trace of the model. If tracing fails, they come from the order in ``nn.Sequential``.
+    The pairs come from a symbolic trace of the model. If tracing fails, the pairs come from the order in
+    ``nn.Sequential``.
     """
     try:
         pairs = _traced_pairs(model)

@@ -32,8 +32,8 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
 
     In the context, the model computes in float, in evaluation mode and without gradients. Under ``torch.distributed``,
     the observers of all processes are merged on exit, so every process must leave the context. If the body raises an
-    exception, the model stays unchanged. Contexts can be nested, for the same model or for parts of it. Each context
-    observes all forward passes inside it.
+    exception, the model stays unchanged. Contexts can be nested, for the same model or for parts of the model. Each
+    context observes all forward passes inside it.
 
     Args:
         model: a prepared model.

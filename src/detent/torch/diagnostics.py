@@ -18,7 +18,7 @@ an exponential average over steps (Nagel et al. 2022, "Overcoming oscillations i
 
     f = MOMENTUM * reversed + (1 - MOMENTUM) * f              the weight oscillates if f > MAX_FREQUENCY
 
-Compiled forward passes cannot be watched, because they run no Python code: pass batches to ``qt.health`` instead.
+Compiled forward passes cannot be watched, because watchers are Python code. Pass batches to ``qt.health`` instead.
 """
 
 import json

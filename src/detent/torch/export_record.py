@@ -123,8 +123,8 @@ class ExportRecord:
                 )
         if self.dynamic_shapes["value"] == {"unknown": True}:
             return (
-                "the file does not record dynamic_shapes, because JSON cannot express them: export again with "
-                "dynamic_shapes that contain only dicts, sequences, names and torch.export.Dim"
+                "the file does not record dynamic_shapes, because JSON cannot express their values: export again "
+                "with dynamic_shapes of dicts, sequences, names and torch.export.Dim"
             )
         elements = sum(prod(size or 1 for size in each.shape) for each in self.inputs)
         if elements > MAX_ELEMENTS:

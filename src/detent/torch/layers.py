@@ -174,7 +174,7 @@ def register_layer(
     """Register your own layer class, so that ``qt.prepare`` quantizes layers of this class.
 
     Args:
-        layer: the class; subclasses are included unless they are registered themselves.
+        layer: the class; subclasses that are not registered themselves are included.
         weights: a dict from the attribute name of each weight to its output-channel axis, or a tuple of attribute names
             if this axis is 0.
         inputs: number of leading arguments of forward that are float data to quantize.

@@ -69,7 +69,7 @@ def export_onnx(
         dynamic_shapes: passed to ``torch.onnx.export``; None lets the size of axis 0 of every input vary.
         opset: ONNX opset, 18 to 23; 4-bit codes, 16-bit codes and per-group scales need 21 or later.
         container: "int8" stores weights of fewer than 8 bits in int8, because ONNX Runtime's integer kernels need 8-bit
-            types. None stores them in the smallest type.
+            types. None stores weights in the smallest type.
 
     Returns:
         The output path.
@@ -178,7 +178,7 @@ def _arguments(example: object) -> Arguments:
 
 
 def _run_once(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[nn.Module, list[str]]:
-    """Run a copy of the model on the example, so that errors of the model appear before those of the exporter.
+    """Run a copy of the model on the example, so that the model's errors appear before the exporter's errors.
 
     Returns the copy and the output names.
     """

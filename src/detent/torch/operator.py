@@ -129,7 +129,7 @@ class Values(NamedTuple):
 
 
 def apply(x: Tensor, values: Values, ste: Estimator, step: int = 0) -> Tensor:
-    """Fake-quantize x as ``fake_quantize`` does, with arguments that are already checked."""
+    """Fake-quantize x like ``fake_quantize``, with arguments that are already checked."""
     params, scale, zero_point = values
     if is_plain(x) and all(is_plain(part) for part in (scale, zero_point) if part is not None):
         current = params_with(values) if values.is_learned else params
@@ -270,7 +270,7 @@ class _Selection(torch.autograd.Function):
 def learned_gradients(
     g: Tensor, x: Tensor, values: Values, ste: Estimator, step: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of x, scale and zero point, each in its tensor's shape and dtype; None for a constant."""
+    """Return the gradients of x, scale and zero point, each in its tensor's shape and dtype, or None for a constant."""
     kernel_ste = Identity() if isinstance(ste, Custom) else ste
     gx, *parts = eager.learned_backward(g, x, values.params, kernel_ste, step)
     if isinstance(ste, Custom):

@@ -309,7 +309,7 @@ class ParameterState(nn.Module):
         return np.dtype(FLOAT_TYPES[self.scale.dtype])
 
     def merge_range_traced(self, lo: Tensor, hi: Tensor) -> None:
-        """Mode EMA: update the range as ``merge_range`` does, in torch operations, which cannot branch on the state."""
+        """Mode EMA: update the range like ``merge_range``, with torch operations that do not branch on the state."""
         decay = self.mode.decay  # type: ignore[attr-defined]  # called in mode EMA only
         lo, hi = lifted(lo, self.lo, torch.amin), lifted(hi, self.hi, torch.amax)
         with outside(self.lo):
@@ -405,7 +405,7 @@ class ParameterState(nn.Module):
             raise StateError(f"{self.label}: {difference}: load a checkpoint with the same spec and mode")
 
     def compare_state(self, state: object) -> str:
-        """Describe how the spec and mode of a saved state differ from this quantizer, or "" if they agree."""
+        """Return how the spec and mode of a saved state differ from this quantizer, or "" if both are equal."""
         got = f"{state.dtype} of shape {tuple(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
         try:
             if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > MAX_EXTRA_STATE_BYTES:

@@ -58,8 +58,8 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
     """Prepare a model in place for quantization-aware training, as ``qt.plan`` shows, and return the model.
 
     Parameters stay the same objects, so an existing optimizer keeps working. Learned scales are new parameters: an
-    optimizer constructed before ``qt.prepare`` does not train them, and its first step gives a warning. A state_dict of
-    the float model loads with ``strict=False``. ``qt.unprepare`` turns the model back into a float model.
+    optimizer constructed before ``qt.prepare`` does not train these parameters, and its first step gives a warning. A
+    state_dict of the float model loads with ``strict=False``. ``qt.unprepare`` turns the model back into a float model.
 
     Args:
         model: any module, with its weights in memory.
@@ -68,7 +68,7 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
             ``torch.distributed`` runs with more than one process, and otherwise False.
 
     Raises:
-        SpecError: the model is already prepared, sharded or on the meta device, or ``qt.plan`` raises SpecError.
+        SpecError: the model is already prepared, sharded or on the meta device, or ``qt.plan`` raises a SpecError.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
@@ -286,7 +286,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor]:
-    """Return the quantized weights by full name, as they are exported, with batch norms folded in.
+    """Return the exported weights, which are quantized and include folded batch norms, by full name.
 
     Args:
         model: a prepared model, calibrated or trained.
@@ -362,7 +362,7 @@ def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, Fake
 
 @contextmanager
 def evaluating(model: nn.Module, watcher: WatcherFunction | None = None) -> Iterator[None]:
-    """Switch the model to evaluation mode, and give each quantizer the watcher, if any; undo both on exit."""
+    """Switch the model to evaluation mode, and set ``watcher`` in each quantizer if it is given; undo both on exit."""
     modes = {module: module.training for module in model.modules()}
     quantizers = [] if watcher is None else list(quantizers_of(model).values())
     watchers = [quantizer.watcher for quantizer in quantizers]

@@ -215,7 +215,7 @@ class QuantizedMatmul(QuantizedLayer):
         return y.squeeze(0) if unbatched else y
 
     def padded(self, x: Tensor) -> Tensor:
-        """Pad x if the padding is not zeros or is given as a string, which ``Convolution`` does not support."""
+        """Pad x if ``Convolution`` does not support the padding: other values than zeros, or padding as a string."""
         layer: Any = self
         mode = layer.padding_mode
         if mode == "zeros" and not isinstance(layer.padding, str):

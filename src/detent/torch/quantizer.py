@@ -70,8 +70,8 @@ class FakeQuantize(ParameterState):
         spec: a QuantSpec, a format or a short text such as "int8/axis0".
         mode: scale mode: PerBatch, EMA, Fixed or Learned.
         ste: straight-through estimator for the backward pass; None uses the gradient mask of the spec's convention.
-        shape: shape of the data, which determines the number of scales. Learned scales need ``shape`` unless they are
-            per-tensor. Axes along which scales do not vary may have any length.
+        shape: shape of the data, which determines the number of scales. Learned scales need ``shape``, except for
+            per-tensor scales. Axes along which scales do not vary may have any length.
         dtype: dtype of the scale: float32, or float64 for float64 data.
 
     Attributes:
@@ -80,8 +80,8 @@ class FakeQuantize(ParameterState):
         delayed: if True, data pass unchanged and update the EMA range; ``qt.Schedule`` sets this attribute.
         sync: if True, only ``qt.sync`` updates the EMA range.
         watcher: function that each quantizing forward pass calls with this module, x and the parameters for x;
-            ``qt.watch`` sets it. If the native kernels cannot read x, the watcher gets None instead of the parameters,
-            and can compute them with ``params_for(x)``.
+            ``qt.watch`` sets it. If the native kernels cannot read x, the watcher receives None instead of the
+            parameters, and can call ``params_for(x)``.
         name: full name in the model, for messages.
         observer: observer for ``qt.calibrating``; None leaves the choice to ``qt.calibrating``.
 
@@ -184,7 +184,7 @@ class FakeQuantize(ParameterState):
         return Values(params, *learned)
 
     def traced_values_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Do the same as ``values_for`` in torch operations, and return scale and zero point as tensors."""
+        """Run ``values_for`` in torch operations, and return scale and zero point as tensors."""
         mode, recomputed = self.mode, is_recomputing()
         values = self.scale, self.zero_point
         if isinstance(mode, PerBatch):
@@ -209,7 +209,7 @@ class FakeQuantize(ParameterState):
         return self.scale.clone(), self.zero_point.clone()
 
     def params_for(self, x: Tensor) -> QuantParams:
-        """Return the parameters for x without changing the state; raise NotCalibratedError if they are not set."""
+        """Return the parameters for x, without a change of state; raise NotCalibratedError if none are set."""
         return self._params_of_batch(x) if isinstance(self.mode, PerBatch) else self.params
 
     def quantize(self, x: Tensor, step: int, slot: Slot | None = None, values: Values | None = None) -> Quantized:
@@ -297,8 +297,8 @@ class FakeQuantize(ParameterState):
     def _check_can_start(self) -> None:
         if self.sync:
             raise NotCalibratedError(
-                f"{self.label} has no parameters yet, and with sync=True a process cannot take them from its own "
-                "batches: calibrate the model first (`with qt.calibrating(model): ...`)"
+                f"{self.label} has no parameters yet, and with sync=True a process cannot set parameters from its "
+                "own batches: calibrate the model first (`with qt.calibrating(model): ...`)"
             )
 
     def _refuse_nan(self, x: Tensor) -> None:
@@ -330,7 +330,7 @@ class FakeQuantize(ParameterState):
         return self.is_calibrating or self.delayed
 
     def start_calibration(self, observer: Observer | None) -> None:
-        """Let data pass unchanged, and let the observer, if any, observe them; calibrations can be nested."""
+        """Let data pass unchanged, and let the observer, if any, observe the data; calibrations can be nested."""
         self.is_calibrating, self.observers_in_use = True, (*self.observers_in_use, observer)
 
     def stop_calibration(self) -> None:

@@ -9,8 +9,8 @@ such record. These layers then use their records in the order of the first passe
 counters, gains). A layer makes records only if its pass may be repeated. This is the case if gradients are off
 (``use_reentrant=True``), or if saved tensors have hooks (``use_reentrant=False``).
 
-Compiled code inside an eager checkpoint is not supported, because it cannot detect that it is repeated. Checkpoints
-inside compiled code are handled by the compiler.
+Compiled code inside an eager checkpoint is not supported, because compiled code cannot detect a repeated pass.
+Checkpoints inside compiled code are handled by the compiler.
 """
 
 import itertools

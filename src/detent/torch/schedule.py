@@ -42,9 +42,9 @@ class Schedule:
     Args:
         model: a prepared model, wrapped or not.
         delay: number of steps to train in float first, while EMA ranges are updated.
-        observe_until: step at which EMA ranges freeze; None never freezes them.
-        freeze_norms: step at which the statistics of batch norms freeze; None never freezes them.
-        freeze_scales: step at which all scales freeze, learned ones included; None never freezes them.
+        observe_until: step at which EMA ranges freeze; None means never.
+        freeze_norms: step at which the statistics of batch norms freeze; None means never.
+        freeze_scales: step at which all scales freeze, learned scales included; None means never.
 
     Raises:
         StateError: the model is not prepared.
@@ -165,7 +165,7 @@ class Schedule:
         self._apply()
 
     def describe(self) -> str:
-        """Return the timeline as text, as ``str`` does; ``>`` marks the current part."""
+        """Return the timeline as text, equal to ``str``; ``>`` marks the current part."""
         events = {0: ["float, EMA ranges are updated"]} if self.delay else {}
         for name, value in {"delay": self.delay, **self._given()}.items():
             events.setdefault(value, []).append(EVENTS[name])

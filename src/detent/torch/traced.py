@@ -3,8 +3,8 @@
 The functions run the code of ``detent.kernels.reference`` and ``detent.scale_rule`` on the array namespace
 ``traced_namespace``, whose casts and selections compilers do not change. So eager and compiled results have the same
 bits as ``detent.fake_quantize``. ``spec`` and ``ste`` are constants of a trace. Arguments are not checked, because a
-trace cannot raise errors. The functions record no gradients, because autograd functions use them as forward and
-backward. Scale and zero point must have the shape that the spec needs for x.
+trace cannot raise errors. The functions record no gradients, because they are the forward and backward passes of
+autograd functions. Scale and zero point must have the shape that the spec needs for x.
 
 The scales of MX and NVFP4, and callable estimators, are not supported.
 """
@@ -95,7 +95,7 @@ def derive(spec: QuantSpec, lo: Tensor, hi: Tensor, dtype: torch.dtype | None = 
 
 
 def _tiling(x: Tensor, spec: QuantSpec) -> Tiling:
-    """Return the division of x into parameter sets, computed without the cache, which compilers cannot trace."""
+    """Divide x into parameter sets without using the cache, because compilers cannot trace the cache."""
     return spec.granularity._tiling(tuple(x.shape))
 
 

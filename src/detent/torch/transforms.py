@@ -3,7 +3,7 @@
 ``torch.func`` forbids writes to tensors that a transformed function has captured, and buffers of quantizers are
 captured unless they are arguments. Ranges need no derivatives. So a range is lifted out of the transforms that the
 buffer is not part of, and then written to the buffer. Lifting a range out of ``grad``, ``vjp`` or ``jvp`` does not
-change its value. Lifting out of ``vmap`` merges the ranges of all samples. The state changes once per call, as it does
+change its value. Lifting out of ``vmap`` merges the ranges of all samples. The state changes once per call, the same as
 without transforms.
 """
 

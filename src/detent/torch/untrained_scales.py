@@ -1,6 +1,6 @@
 """Untrained scales: a warning at the first optimizer step if no optimizer contains the learned scales.
 
-An optimizer constructed before ``qt.prepare`` contains the weights but not the learned scales, which did not exist yet.
+An optimizer constructed before ``qt.prepare`` contains only the weights, because learned scales did not exist yet.
 A hook runs after each optimizer step, until a step updates a layer whose learned scales have gradients. If no optimizer
 contains these scales at that time, nothing trains them, and the hook warns. The hook ignores steps that a gradient
 scaler skips, and scales that are frozen or have no gradient yet.
