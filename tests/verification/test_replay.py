@@ -313,7 +313,7 @@ def test_a_plan_of_a_model_as_it_is_carries_no_decisions():
     ("levels", "expected"),
     [
         ((1,), "ok: the file matches its source and its decisions; "),
-        ((3,), "ok: all that was compared matches; the file was not replayed"),
+        ((3,), "ok: everything compared matches; the file was not replayed"),
         ((1, 2), " dB"),
     ],
 )

@@ -178,7 +178,7 @@ def _check_members(members: list[ZipInfo], size: int) -> None:
 
 
 def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
-    """Read the header of an array, and check that the array has as many bytes as the header says."""
+    """Read the header of an array, and check that the file holds all bytes that type and shape need."""
     what = f"array {name[:MAX_CHARS_SHOWN]!r}" if name else "the array"
     start = file.read(len(MAGIC) + 2)
     width = LENGTH_BYTES.get(start[-2]) if len(start) == len(MAGIC) + 2 else None  # major version
@@ -390,7 +390,7 @@ class Batches:
             )
 
     def hashed(self) -> Iterator[Feed]:
-        """Iterate over the batches and hash them for ``fingerprint``."""
+        """Iterate over the batches, and update the hash that ``fingerprint`` returns."""
         digest = self._digest = hashlib.sha256()
         for feed in self:
             update_digest(digest, feed)

@@ -246,7 +246,7 @@ def _check_versions(model: ModelProto) -> None:
 
 
 def _run_onnx_checker(model: ModelProto) -> None:
-    """Run ``onnx.checker`` without the data of large tensors; like runtimes, accept inputs without shapes."""
+    """Run ``onnx.checker`` without the data of large tensors; accept inputs without shapes, as runtimes do."""
     lean = without_initializers(model)
     lean.graph.initializer.extend(_without_bytes(tensor) for tensor in model.graph.initializer)
     for value in (*lean.graph.input, *lean.graph.output):
@@ -295,7 +295,7 @@ def _nbytes(model: ModelProto) -> int:
 
 
 def _tensors(model: ModelProto) -> Iterator[TensorProto]:
-    """Yield all tensors: initializers and constants, including those of subgraphs and functions."""
+    """Yield all initializers and constants of the main graph, of subgraphs and of functions."""
     yield from _tensors_of_graph(model.graph)
     for function in model.functions:
         yield from _tensors_of_nodes(function.node)
@@ -399,8 +399,8 @@ class _ExternalData:
         self._claimed[path] = self._claimed.get(path, 0) + length
         if self._claimed[path] > MAX_SHARING * status.st_size:
             raise FileFormatError(
-                f"the external data is in {shown}, but all tensors together read over {MAX_SHARING} times the size "
-                "of this file: store the data of each tensor separately"
+                f"the external data is in {shown}, but the tensors together need over {MAX_SHARING} times the "
+                "size of this file: store the data of each tensor separately"
             )
 
 

@@ -196,7 +196,7 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def clear_notes(graph: GraphProto) -> None:
-    """Remove doc strings and metadata of nodes and initializers; exporters write stack traces with paths into them."""
+    """Remove doc strings and metadata of nodes and initializers, which may contain stack traces of exporters."""
     for part in (*graph.node, *graph.initializer):
         del part.metadata_props[:]
         part.ClearField("doc_string")
@@ -389,7 +389,7 @@ class Graph:
         return name
 
     def insert(self, nodes: Iterable[NodeProto]) -> None:
-        """Add nodes; ``finish`` sorts them into the graph."""
+        """Add nodes; ``finish`` sorts the nodes into the graph."""
         for node in nodes:
             self.nodes.append(node)
             self._enter(node)

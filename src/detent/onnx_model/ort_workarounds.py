@@ -56,7 +56,7 @@ IMPASSABLE = (
 def guard_float(graph: Graph, names: Collection[str] = ()) -> list[str]:
     """Stop ONNX Runtime from quantizing layers with a float weight or input; return the names of these layers.
 
-    ``names`` are the names of layers that must read float data; they are guarded even if their weight is quantized.
+    ``names`` are the names of layers that must read float data, even if their weight is quantized.
     """
     threats = _Threats(graph)
     guarded = [node for node in graph.nodes if node.op_type in GUARDED and threats.holds(node, names)]
@@ -158,7 +158,7 @@ class _Threats:
 
 
 def _closure(names: Iterable[str], following: Callable[[str], Iterable[str]]) -> set[str]:
-    """Return ``names`` and all names that ``following`` reaches from them, directly or indirectly."""
+    """Return ``names`` and all names that repeated calls of ``following`` reach from ``names``."""
     reached = set(names)
     pending = list(reached)
     while pending:

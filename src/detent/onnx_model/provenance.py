@@ -171,7 +171,7 @@ def digest_of(model: ModelProto) -> str:
 
 
 def _content(tensor: TensorProto) -> bytes | memoryview:
-    """Return the values of a tensor as bytes, independent of how the file stores them."""
+    """Return the values of a tensor as bytes, independent of their storage in the file."""
     # A NumPy array of strings would hold addresses, not the strings.
     if tensor.data_type == TensorProto.STRING:
         return repr(list(tensor.string_data)).encode()

@@ -1,4 +1,4 @@
-"""Reader of quantized graphs, whichever tool wrote them.
+"""Reader of quantized graphs from any tool.
 
 ==================================================== ============================================ =========
 in the file                                          record                                       form
@@ -178,7 +178,7 @@ class WeightCodes:
 
     @property
     def direct(self) -> bool:
-        """Whether the node reads the whole constant, not some rows or a reshaped copy of it."""
+        """Whether the node reads the whole constant, not some rows or a reshaped copy."""
         return not self.path
 
     @property
@@ -274,7 +274,7 @@ class QuantizedGraph:
     def weights(self) -> list[WeightCodes]:
         """Weights and biases of the main graph that are stored as codes.
 
-        Tables come last, and only if the metadata lists them.
+        Tables that the metadata lists come last; other tables are left out.
         """
         names = {} if self.provenance is None else self.provenance.weights
         stored = [each for each in self.records if isinstance(each, WeightCodes) and not each.inner]
@@ -304,7 +304,7 @@ class QuantizedGraph:
 
 
 def open_quantized(source: ModelSource) -> QuantizedGraph:
-    """Load, check (as ``load_model`` does) and read a quantized model; the caller must not change the model.
+    """Load a quantized model with the checks of ``load_model``, and read it; the caller must not change the model.
 
     Raises:
         UnsupportedError: the model has no Q/DQ nodes.
@@ -337,7 +337,7 @@ class _Scope:
                 self._consumers[name].append(node)
 
     def read(self, node: NodeProto) -> Record | None:
-        """Return the record of a node, or None if the node quantizes nothing, or if another node's record covers it."""
+        """Return the record of a node, or None if the node quantizes nothing or is part of another node's record."""
         try:
             if node.op_type == QUANTIZE:
                 return self._quantize_node(node)

@@ -1,4 +1,4 @@
-"""Writer of quantized graphs: Q/DQ pairs and switches for them, weights and tables as codes, int32 biases.
+"""Writer of quantized graphs: Q/DQ pairs, switches for Q/DQ pairs, weights and tables as codes, int32 biases.
 
 ``QdqParams`` holds quantization parameters in the layout of a file:
 
@@ -22,7 +22,7 @@ per row              (Cast(Gather(codes)) - Gather(zero point)) * Gather(scale)
 per group of a row   as per row, with the groups as an additional axis
 ==================== ==================================================================
 
-The results equal those of DequantizeLinear: the subtraction is exact, and the product is rounded once. A
+The results are the same as with DequantizeLinear: the subtraction is exact, and the product is rounded once. A
 DequantizeLinear could read looked-up scales only as blocks, which OpenVINO does not support.
 """
 
@@ -97,7 +97,8 @@ class QdqParams:
         scale = np.asarray(params.scale, np.float32)
         if not np.array_equal(scale, params.scale):
             raise ParamsError(
-                "ONNX files cannot store float64 scales that are not exact in float32: use float32 params"
+                "got float64 scales that float32 cannot represent, but ONNX files store float32 scales: use "
+                "float32 params"
             )
         zero = np.asarray(params.zero_point.astype(np.int64) + container.shift)
         return cls(scale, zero, container.kind, axis, block, spec.qmin + container.shift, spec.qmax + container.shift)
@@ -151,7 +152,7 @@ def _layout(granularity: Granularity, rank: int) -> tuple[int, int]:
 
 
 def needs_clip(qparams: QdqParams) -> bool:
-    """Return whether data must be clipped before they are quantized, because not all codes of the type are used."""
+    """Return whether a Clip must precede quantization, because not all codes of the type are used."""
     return qparams.format.is_integer and (qparams.low, qparams.high) != element_range(qparams.kind)
 
 

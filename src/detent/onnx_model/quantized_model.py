@@ -134,7 +134,7 @@ class QuantizedModel:
 
 
 def load_quantized(source: ModelSource) -> QuantizedModel:
-    """Read a quantized model, whichever tool wrote it, from a file or from memory; ``QuantizedModel`` has an example.
+    """Read a quantized model of any tool from a file or from memory; ``QuantizedModel`` has an example.
 
     Raises:
         FileFormatError, UnsupportedError: the model is invalid or not supported, see ``qo.load``.
@@ -207,7 +207,7 @@ def _check_bias(weight: WeightCodes) -> None:
 
 
 def _constant_params(weight: WeightCodes) -> QdqParams:
-    """Return the parameters for the whole constant, even if the node reads only rows or a reshaped copy of it."""
+    """Return the parameters for the whole constant, even if the node reads only some rows or a reshaped copy."""
     qparams = weight.qparams
     if weight.direct or weight.form != "codes":
         return qparams

@@ -178,7 +178,8 @@ PREFER_SPEED = "--prefer speed (weights of 7 bits)"
 def faster(target: Target, specs: Iterable[QuantSpec], *, vnni: bool | None) -> str:
     """Return the command-line option that makes a file faster, or "" if there is no such option.
 
-    ``specs`` are the weight specs of the file's dense layers. ``vnni`` says whether the CPU has VNNI; None if unknown.
+    ``specs`` are the weight specs of the file's dense layers. ``vnni`` says whether the CPU has VNNI; None means
+    unknown.
     """
     if not any(target.weight_container(spec).shift for spec in specs):
         return ""

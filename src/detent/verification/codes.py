@@ -2,7 +2,7 @@
 
 ``WeightCheck`` needs no data. It checks four things for each weight:
 
-- the codes are those of the source, as stored or transposed;
+- the codes equal the codes of the source, as stored or transposed;
 - ONNX Runtime dequantizes the codes to the same values as detent;
 - the bias scale is the input scale times the weight scale;
 - no code exceeds the limit of the target.

@@ -1,7 +1,7 @@
 """Checks that the numbers in a file's decisions are within bounds that follow from the source.
 
-``qo.rewrite`` rejects decisions that do not fit the model: unknown layers, tensors and readers, factors for tensors
-that are not between two layers, wrong constants and opsets. This module checks the numbers:
+``qo.rewrite`` rejects decisions that do not fit the model. Examples are unknown layers, factors for tensors that are
+not between two layers, and wrong constants. This module checks the numbers:
 
 =============== =====================================================================================================
 weight scale    8 bits and more: equal to the min-max scale. Fewer bits: at most the min-max scale, and the squared
@@ -113,7 +113,7 @@ def _scale_problems(
 
 
 def _is_worse(weight: Array, params: QuantParams, minmax: QuantParams) -> Array:
-    """Return a mask of the scales whose squared error exceeds that of the min-max scale.
+    """Return a mask of the scales that have a larger squared error than the min-max scale.
 
     Earlier versions searched scales on a histogram. Such scales may be slightly worse, and are accepted.
     """

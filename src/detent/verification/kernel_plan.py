@@ -3,8 +3,8 @@
 A layer that the file keeps in float must not run on an integer kernel. ONNX Runtime may quantize such a layer if it is
 between a DequantizeLinear and a QuantizeLinear node (see ``onnx_model.ort_workarounds``).
 
-A layer that ran on an integer kernel when the file was written should still do so. With a different version of ONNX
-Runtime it may run in float. It is then slower, and the last bits of its results differ.
+A layer that ran on an integer kernel when the file was written should still run on an integer kernel. With a different
+version of ONNX Runtime it may run in float. It is then slower, and the last bits of its results differ.
 """
 
 from onnx import ModelProto
@@ -23,8 +23,8 @@ def check_kernels(artifact: QuantizedGraph, running: ModelProto) -> tuple[Differ
     """Check which layers run on integer kernels in the optimized graph ``running``.
 
     Returns:
-        The first mismatch or None, and a list of notes. A mismatch is a layer that runs on an integer kernel although
-        the file keeps it in float, or a layer whose integer kernel is missing.
+        The first mismatch or None, and a list of notes. A mismatch is a layer that the file keeps in float and that
+        runs on an integer kernel, or a layer whose integer kernel is missing.
     """
     kernels = integer_kernels(running)
     unrequested = _unrequested_kernel(artifact, kernels)

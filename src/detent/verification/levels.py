@@ -172,8 +172,8 @@ class _Verification:
     def _weights_are_covered(self) -> bool:
         """Return whether the weight checks can be skipped.
 
-        They can be skipped if the replay compared all weights and the segments will run: if ONNX Runtime dequantizes a
-        weight wrongly, a code or an output of a segment differs.
+        This is the case if the replay compared all weights and the segments will run. The segments detect weights that
+        ONNX Runtime dequantizes wrongly, because a code or an output differs.
         """
         has_replay = self.has_data and 2 in self.levels and self.replay is not None and self.replay.ok
         return has_replay and isinstance(self.source, OnnxSource) and self.source.segments is not None
@@ -225,7 +225,7 @@ class _Verification:
         return Probe(model, readings, kinds=kinds, written=written_probe)
 
     def _optimized_causes(self, model: ModelProto) -> list[str]:
-        """List reasons why values in the optimized graph may differ from those of the source."""
+        """List reasons why values in the optimized graph may differ from values in the source."""
         causes = [ORDER, *self.source.causes]
         kernels = sorted({node.op_type for node in model.graph.node if is_integer_kernel(node)})
         unknown = [name for name in kernels if name not in ORACLES]
@@ -304,7 +304,7 @@ class _Verification:
             unknown = [row.kernel for row in kernels.rows() if not row.compared and row.kernel not in ORACLES]
             if unknown:
                 names, count = ", ".join(sorted(set(unknown))), counted(len(unknown), "kernel")
-                note = f"level 3 did not compare {count}, because it does not support {names}"
+                note = f"level 3 does not support {names}: {count} not compared"
                 self.notes[note] = None
         segments = self._segments()
         segment_runner = self.source.segments if segments is not None else None

@@ -138,7 +138,7 @@ def find_codes(artifact: QuantizedGraph, optimized: ModelProto) -> dict[str, Fus
 
 
 class GraphCheck(OutputCheck):
-    """Comparison of codes and outputs of the source with those of the file in ONNX Runtime.
+    """Comparison of the source with the file in ONNX Runtime, by codes and outputs.
 
     If ``is_written``, ONNX Runtime runs the graph as it is in the file, else the graph that it optimized.
     """
@@ -188,7 +188,7 @@ class SessionCheck(OutputCheck):
         self._batch, self._session = batch, make_session(artifact.model, config=config)
 
     def run(self, feeds: Mapping[str, Array]) -> None:
-        """Run the file on a batch, and compare its outputs with those of the source."""
+        """Run the file on a batch, and compare its outputs with the source's outputs."""
         with ort_errors():
             outputs = self._session.run(None, dict(feeds))
         self.add_outputs(self._batch.reference.outputs, outputs)
@@ -197,7 +197,7 @@ class SessionCheck(OutputCheck):
 class OpenVinoCheck(OutputCheck):
     """Comparison of the file's outputs in OpenVINO with the source's outputs.
 
-    If outputs are quantized, their codes are also compared with those of ONNX Runtime.
+    If outputs are quantized, their codes are also compared with the codes in ONNX Runtime.
     """
 
     def __init__(self, artifact: QuantizedGraph, batch: CurrentBatch) -> None:

@@ -1,7 +1,7 @@
 """Replay: rewrite the source with the decisions recorded in a file, and compare the result with the file.
 
-The replay uses only the decisions of the file, and checks them (``decision_checks``). Operators, attributes, wiring,
-inputs, outputs and constants must match the result of ``qo.rewrite`` bit for bit (``model_diff``).
+The replay reads only the decisions from the file, and checks the decisions (``decision_checks``). Operators,
+attributes, wiring, inputs, outputs and constants must match the result of ``qo.rewrite`` bit for bit (``model_diff``).
 
 If the source is quantized and the file records no decisions, source and file are compared directly. A replay needs
 recorded decisions, and the same version of the rewrite as when the file was written. If the opset was converted, a

@@ -40,9 +40,9 @@ def verify(
     Args:
         source: model prepared by ``qt.prepare``, or the float ONNX model that was quantized.
         artifact: quantized model, as a path or in memory.
-        data: batches, or a file or directory of them as for ``qo.quantize``. A batch is a dict of arrays by input name,
-            a tuple in the order of the inputs, or a single array. Each batch is read once; at most two are in memory.
-            With None, level 1 compares no activations, and the other levels cannot run.
+        data: batches, or a file or directory of batches as for ``qo.quantize``. A batch is a dict of arrays by input
+            name, a tuple in the order of the inputs, or a single array. Each batch is read once; at most two are in
+            memory. Without data, level 1 compares only weights, and the other levels cannot run.
         levels: one or several of 1, 2 and 3. None runs all levels if data is passed, otherwise level 1. Levels 1 and 2
             need recorded decisions: for files from other tools, which record no decisions, pass ``levels=3``.
         raise_on_difference: raise an exception if the report is not ok.
@@ -74,7 +74,7 @@ def verify(
 
 
 def _checked_levels(levels: int | Iterable[int]) -> tuple[int, ...]:
-    """Check the levels, and return them sorted and without duplicates."""
+    """Check the levels, and return a sorted tuple without duplicates."""
     numbers = list(levels) if isinstance(levels, Iterable) else [levels]
     if not numbers or any(each not in LEVELS for each in numbers):
         raise SpecError(

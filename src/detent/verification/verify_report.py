@@ -217,7 +217,7 @@ class Segments:
 
     @property
     def ok(self) -> bool:
-        """Whether segments were compared, and all of them give the codes and outputs of the file."""
+        """Whether segments were compared, and all segments give the codes and outputs of the file."""
         return not (self.reason or self.differing_codes or self.differing_outputs or self.first is not None)
 
     def __str__(self) -> str:
@@ -255,7 +255,7 @@ class VerifyReport:
         saturation: the largest mismatch of the first kernel with a saturated accumulator.
         kernel_difference: the first layer that runs on an integer kernel although the file keeps it in float, or whose
             integer kernel is missing.
-        notes: further observations; none of them is an error.
+        notes: further observations, which are not errors.
         not_compared: parts of the file that no level compared.
 
     >>> report = VerifyReport((1,), 1, 100, 0, replay=Replay(nodes=12, constants=3400))
@@ -335,7 +335,7 @@ class VerifyReport:
         """Result in one line: "ok" or "not ok", and the reason."""
         if self.failure:
             return f"not ok: {self.failure}"
-        match = "all that was compared matches; the file was not replayed, because level 1 was not requested"
+        match = "everything compared matches; the file was not replayed, because level 1 was not requested"
         if self.replay is not None:
             match = MATCHES[self.replay.made_by]
         codes = max(self.compared_codes, 0 if self.segments is None else self.segments.compared_codes)
