@@ -490,7 +490,7 @@ def test_a_source_with_other_ends_is_a_note(example):
     other = float_model()
     other.graph.input[0].name = other.graph.node[0].input[0] = "z"
     page = qr.build(path, feeds(), source=other)
-    assert any("its inputs differ from those of the file" in note for note in page.notes)
+    assert any("its inputs differ from the file's inputs" in note for note in page.notes)
     assert page.output_sqnr_db == {}
 
 

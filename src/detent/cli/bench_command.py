@@ -74,7 +74,7 @@ def run(
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     shapes = parse_shapes(shape or ())
     if data is not None and shapes:
-        raise SpecError("got --shape and --data, but --shape is only for random inputs: drop one of the two")
+        raise SpecError("got --shape and --data, but --shape is only for random inputs: drop one of these options")
     models = load_model(first), load_model(second)
     if data is None:
         feeds = [random_inputs(models[0], shapes)]

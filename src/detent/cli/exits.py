@@ -140,7 +140,7 @@ def check_distinct(written: Mapping[str, Path | None], read: Mapping[str, Path |
     for i, (option, path) in enumerate(outputs):
         for other_option, other_path in (*outputs[i + 1 :], *inputs):
             if _is_same(path, other_path):
-                raise SpecError(f"{option} and {other_option} are the same file, {path}: change one of them")
+                raise SpecError(f"{option} and {other_option} are the same file, {path}: change one of the two paths")
 
 
 def _is_same(a: Path, b: Path) -> bool:

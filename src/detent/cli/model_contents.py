@@ -144,7 +144,7 @@ def _code_range(each: ActivationQuantizer) -> tuple[float, float] | tuple[None, 
 
 
 def _constants(model: ModelProto, quantized: set[str]) -> list[TensorRow]:
-    """Return a row for each constant that is not quantized and is not a quantization parameter, largest first."""
+    """Return a row for each constant that holds no codes and is not a scale or zero point, largest first."""
     rows = []
     for tensor in model.graph.initializer:
         if tensor.name not in quantized:

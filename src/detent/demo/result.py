@@ -18,8 +18,8 @@ WIDTH = 80  # characters per line of the notes
 NOTES = (
     "W8, W4 and W2 have weights of 8, 4 and 2 bits; layer inputs have 8 bits. In W4 and W2, the first and the last "
     "layer have 8-bit weights.",
-    "Accuracy is measured on test images that are not used for training. SQNR compares the logits with those of the "
-    "float network.",
+    "Accuracy is measured on test images that are not used for training. SQNR compares the logits with the float "
+    "network's logits.",
     "PTQ quantizes the trained float network. QAT trains the last epochs with quantization. All networks train for the "
     "same number of epochs. QAT changes the weights, so compare QAT by accuracy, not by SQNR.",
     "The codes of all weights and activations are compared between PyTorch and ONNX Runtime. Each quantizer gets the "

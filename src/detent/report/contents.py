@@ -165,8 +165,8 @@ class _Weights:
     def comparable(self) -> list[str]:
         """Return the names of the layer outputs that can be compared with the float model.
 
-        With ``result``, these are the outputs of all layers. Without ``result``, these are layer outputs that are also
-        outputs of the model, and outputs of layers whose weight was rounded and not changed in another way.
+        With ``result``, these are the outputs of all layers. Without ``result``, these are outputs of the model, and
+        outputs of layers whose weight was only rounded.
         """
         return [
             layer.output
@@ -240,7 +240,7 @@ def _others(artifact: QuantizedGraph, file_layers: list[FileLayer], activations:
 def _ranked(layers: tuple[Layer, ...], sensitivity: dict[str, float]) -> tuple[tuple[Layer, ...], Basis]:
     """Sort layers by noise share, largest first; return the sorted layers and the basis of the shares.
 
-    The basis is the first of these that has any noise: sensitivity, layer outputs, weights, inputs.
+    The basis is the first in this list that has any noise: sensitivity, layer outputs, weights, inputs.
     """
     measures: dict[Basis, dict[str, float]] = {
         "sensitivity": sensitivity,

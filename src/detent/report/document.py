@@ -1,7 +1,7 @@
 """Report: all statistics and metrics of a quantized model. It can be written as JSON and as HTML.
 
-A report contains the results of ``dt.verify`` and ``qs.measure`` if they were given. Unknown values are None, never
-estimates: without data there is no clip fraction, and without the float weight a weight has no SQNR.
+A report contains the results of ``dt.verify`` and ``qs.measure`` if these results were passed. Unknown values are None,
+never estimates: without data there is no clip fraction, and without the float weight a weight has no SQNR.
 """
 
 import json

@@ -131,7 +131,7 @@ def code_histogram(counts: Array, low: float) -> Histogram | None:
 
 
 class FloatWeights:
-    """Weights of the float model, found by name and type of the node that reads them."""
+    """Weights of the float model, found by name and type of the node that reads the weight."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -427,7 +427,7 @@ class _FloatModel:
         self.fits = set(self.inputs) <= set(artifact.graph.inputs)
         self.has_outputs = set(self.outputs) <= computed
         if not self.fits:
-            self.notes["not compared with the float model: its inputs differ from those of the file"] = None
+            self.notes["not compared with the float model: its inputs differ from the file's inputs"] = None
             self.results = []
         elif not self.has_outputs:
             self.notes["outputs not compared: the float model and the file have different outputs"] = None
