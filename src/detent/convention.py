@@ -75,7 +75,7 @@ class Convention:
 
     Attributes:
         division: "divide" (``fl(x / s)``) or "reciprocal" (``fl(x * fl(1 / s))``).
-        rounding: rounding of codes. Zero points are rounded half_away if codes are, otherwise half_even.
+        rounding: rounding of codes. Zero points use half_away if ``rounding`` is half_away, otherwise half_even.
         zero_point: whether the zero point is added "after_round" or "before_round".
         symmetric_scale: scale of a symmetric range: "qmax", "half_span" or "tight" (docs/numerics.md, section 4).
         narrow: whether signed symmetric integers leave out the lowest code.

@@ -325,7 +325,7 @@ def _histogram(q: QuantizedTensor) -> NDArray[np.int64]:
 def _pair(x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
     a, b = float_array(x, "x"), float_array(y, "y")
     if a.shape != b.shape:
-        raise ShapeError(f"got x of shape {a.shape} and y of shape {b.shape}, expected equal shapes")
+        raise ShapeError(f"got x of shape {a.shape} and y of shape {b.shape}, expected equal shapes: reshape x or y")
     return a, b
 
 

@@ -87,7 +87,9 @@ def _checked(codes: ArrayLike, bits: int) -> NDArray[Any]:
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind not in "iu":
         if flat.dtype.itemsize != 1 or flat.dtype.kind == "b":
-            raise DtypeError(f"got codes of dtype {array.dtype}, expected integers or one-byte floats")
+            raise DtypeError(
+                f"got codes of dtype {array.dtype}, expected integers or one-byte floats: convert the codes with astype"
+            )
         flat = flat.view(np.uint8)
     if flat.size and not (-(1 << (bits - 1)) <= int(flat.min()) and int(flat.max()) < 1 << bits):
         raise ParamsError(
@@ -115,8 +117,8 @@ def unpack(
     data = np.ascontiguousarray(as_array("packed", packed))
     if data.dtype != np.uint8 or data.shape != (expected,):
         raise FileFormatError(
-            f"got packed codes of dtype {data.dtype} and shape {data.shape}, expected uint8 of shape ({expected},) for "
-            f"bits={bits} and count={count}"
+            f"got packed codes of dtype {data.dtype} and shape {data.shape}, expected uint8 of shape "
+            f"({expected},) for bits={bits} and count={count}: check bits and count"
         )
     padded = -(-count // len(order)) * len(order)
     if padded * bits % BYTE and data[-1] >> padded * bits % BYTE:

@@ -387,10 +387,12 @@ def check_out(
 ) -> None:
     """Raise unless the result can be written to ``out``."""
     if not isinstance(out, np.ndarray):
-        raise OutError(f"out must be a NumPy array, got {type(out).__name__}")
+        raise OutError(f"out must be a NumPy array, got {type(out).__name__}: create it with np.empty, or omit out")
     if (out.dtype, out.shape) not in accepted:
         expected = " or ".join(f"{dtype} of shape {shape}" for dtype, shape in accepted)
-        raise OutError(f"out has dtype {out.dtype} and shape {out.shape}, expected {expected}")
+        raise OutError(
+            f"out has dtype {out.dtype} and shape {out.shape}, expected {expected}: pass such an array, or omit out"
+        )
     if not out.flags.writeable:
         raise OutError("out is read-only: pass a writable array")
     if _overlaps_itself(out):

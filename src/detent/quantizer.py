@@ -438,7 +438,9 @@ class ScaleState:
 
     def _whole(self, learned: Array) -> Array:
         if not np.isfinite(learned).all():
-            raise ParamsError(f"got learned zero point {learned!r}, expected finite numbers")
+            raise ParamsError(
+                f"got learned zero point {learned!r}, expected finite numbers: check the learning rate and the data"
+            )
         return np.asarray(whole_zero_point(numpy, self.spec, learned))
 
     def require(self) -> QuantParams:

@@ -77,7 +77,9 @@ class EMA(ScaleMode):
 
     def __post_init__(self) -> None:
         if isinstance(self.decay, bool) or not isinstance(self.decay, Real) or not 0.0 <= self.decay < 1.0:
-            raise SpecError(f"got EMA decay {self.decay!r}, expected the weight of the old average, a number in [0, 1)")
+            raise SpecError(
+                f"got EMA decay {self.decay!r}, expected a number in [0, 1), which is the weight of the old average"
+            )
         object.__setattr__(self, "decay", float(self.decay))
 
 

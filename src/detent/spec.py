@@ -270,7 +270,7 @@ class QuantSpec:
         with reading("not a stored QuantSpec", error=SpecError):
             entries = table(data, "a QuantSpec", names, error=SpecError, version=JSON_VERSION)
             if None in entries.values() or not isinstance(entries["format"], str):
-                raise SpecError(f"got {data!r}, expected the name of a format as 'format', and no field that is None")
+                raise SpecError(f"got {data!r}, expected a format name in 'format', and no None in other fields")
             entries["granularity"] = granularity_from_dict(entries["granularity"])
             entries["convention"] = Convention.from_dict(entries["convention"])
             return cls(**entries)

@@ -103,9 +103,7 @@ def run(
     if any(isnan(limit) for limit in limits):
         raise SpecError("--fail-below-sqnr and --fail-below-agreement must be numbers, got nan")
     if limits and 2 not in level_numbers:
-        raise SpecError(
-            "--fail-below-sqnr and --fail-below-agreement need level 2: add it to --levels, and pass --data"
-        )
+        raise SpecError("--fail-below-sqnr and --fail-below-agreement need level 2: add 2 to --levels, and pass --data")
     require("onnx", "onnxruntime")
     from detent.onnx_model.batches import open_batches  # noqa: PLC0415 - these load ONNX Runtime
     from detent.onnx_model.files import load_model  # noqa: PLC0415

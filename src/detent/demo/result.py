@@ -125,8 +125,8 @@ class DemoResult:
         quantized = {row.label for row in self.rows if row.recipe is not None}
         if quantized != set(self.verifications) or self.shown not in quantized:
             raise SpecError(
-                f"got verifications of {sorted(self.verifications)} and shown={self.shown!r}, expected a verification "
-                f"for each quantized row, and one of these rows as shown: {sorted(quantized)}"
+                f"got verifications of {sorted(self.verifications)} and shown={self.shown!r}, expected one "
+                f"verification per quantized row {sorted(quantized)}, and one of these rows as shown"
             )
 
     def __getitem__(self, label: str) -> DemoRow:

@@ -89,6 +89,6 @@ def _elements(bins: Bins, rank: NDArray[np.float64], total: NDArray[np.float64])
 
 
 def _inside_bin(bins: Bins, i: int, bin_index: int, fraction: float) -> float:
-    """Return the value at a fraction of a bin's width; the bin is cut at the bounds of parameter set ``i``."""
+    """Return the value at a fraction of a bin's width; the outermost bins end at the bounds of parameter set ``i``."""
     low, high = max(bins.lower[bin_index], bins.lo[i]), min(bins.upper[bin_index], bins.hi[i])
     return float(low + (high - low) * fraction)

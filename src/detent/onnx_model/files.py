@@ -387,7 +387,7 @@ class _ExternalData:
 
     def _check_file(self, path: Path, shown: str, status: os.stat_result, end: int, length: int) -> None:
         if not stat.S_ISREG(status.st_mode):
-            raise FileFormatError(f"the external data is in {shown}, expected a regular file")
+            raise FileFormatError(f"the external data is in {shown}, expected a regular file: replace it by a copy")
         if status.st_nlink != 1:
             raise FileFormatError(f"the external data is in {shown}, which has hard links: replace this file by a copy")
         if end > status.st_size:
@@ -412,7 +412,10 @@ def _raw_nbytes(tensor: TensorProto) -> int:
 def _number(entries: dict[str, str], key: str, default: int) -> int:
     text = entries.get(key, str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise FileFormatError(f"the external data has the {key} {text[:MAX_CHARS_SHOWN]!r}, expected a number of bytes")
+        raise FileFormatError(
+            f"the external data has the {key} {text[:MAX_CHARS_SHOWN]!r}, expected a number of "
+            "bytes: export the model again"
+        )
     return int(text)
 
 
@@ -422,7 +425,8 @@ def _inside(directory: Path, location: str) -> Path:
     is_unsafe = any(letter in location for letter in "\\\0") or PureWindowsPath(location).drive or location[:1] == "/"
     if not parts or is_unsafe or ".." in parts:
         raise FileFormatError(
-            f"the external data is in {location[:MAX_CHARS_SHOWN]!r}, expected a file in the model's directory"
+            f"the external data is in {location[:MAX_CHARS_SHOWN]!r}, expected a file in the model's directory: "
+            "save the model again with its data in that directory"
         )
     path = directory
     for part in parts:

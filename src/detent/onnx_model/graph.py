@@ -212,7 +212,8 @@ def check_depth(graph: GraphProto) -> None:
         level = [inner for each in level for node in each.node for inner in subgraphs(node)]
     if level:
         raise FileFormatError(
-            f"subgraphs are nested more than {MAX_NESTED_GRAPHS} levels deep, which ONNX files cannot store"
+            f"subgraphs are nested more than {MAX_NESTED_GRAPHS} levels deep, which ONNX files cannot store: "
+            "export the model with fewer nested subgraphs"
         )
 
 

@@ -111,7 +111,9 @@ def read_quantization(
         return None
     scale = array_of(constants[scale_name])
     if scale.dtype != np.float32:
-        raise UnsupportedError(f"{node.name}: {scale.dtype} scales are not supported, expected float32")
+        raise UnsupportedError(
+            f"{node.name}: {scale.dtype} scales are not supported, expected float32: export the model in float32"
+        )
     kind: int = TensorProto.UINT8
     zero = np.zeros(scale.shape, np.int64)
     if zero_name:

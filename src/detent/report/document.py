@@ -452,7 +452,10 @@ class Report:
             return cls.from_json(text)
         island = ISLAND.search(text)
         if island is None:
-            raise FileFormatError(f"{source} has no report-data element, expected a file that Report.save wrote")
+            raise FileFormatError(
+                f"{source} has no report-data element, expected a file that Report.save wrote: "
+                "build and save the report again"
+            )
         return cls.from_json(island.group(1))
 
     def to_html(self) -> str:

@@ -303,7 +303,9 @@ def watch(model: nn.Module, *, every: int = 16) -> Watch:
     True
     """
     if not isinstance(model, nn.Module):
-        raise DtypeError(f"got {type(model).__name__} for model, expected a module prepared by qt.prepare")
+        raise DtypeError(
+            f"got {type(model).__name__} for model, expected a module prepared by qt.prepare: call qt.prepare first"
+        )
     plan_of(model)
     return Watch(model, as_integer("every", every, at_least=1))
 
@@ -461,7 +463,9 @@ def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthRe
     0.input_quantizer clips 49.9 % of its input: calibrate with more data, or with observer='minmax'
     """
     if not isinstance(model, nn.Module):
-        raise DtypeError(f"got {type(model).__name__} for model, expected a module prepared by qt.prepare")
+        raise DtypeError(
+            f"got {type(model).__name__} for model, expected a module prepared by qt.prepare: call qt.prepare first"
+        )
     plan_of(model)
     activations = {} if batches is None else _run(model, batches)
     weights = {quantizer: layer.float_weight(name) for _, layer, name, quantizer in weight_layers(model)}

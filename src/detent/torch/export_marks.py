@@ -81,7 +81,7 @@ def copy_for_export(model: nn.Module) -> nn.Module:
         return copy if is_on_cpu else copy.cpu()
     except (RuntimeError, TypeError) as error:
         raise UnsupportedError(
-            f"the model cannot be copied for export: {error} (copy.deepcopy(model) must work)"
+            f"the model cannot be copied for export: {error}. Change the model so that copy.deepcopy(model) works"
         ) from error
 
 

@@ -282,7 +282,7 @@ def _layer_problem(module: nn.Module) -> str:
 
 
 def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
-    """Return the spec for a weight; the axis 0 of a per-channel spec becomes the weight's output-channel axis."""
+    """Return the spec for a weight; axis 0 of a per-channel spec becomes the weight's output-channel axis."""
     return spec.replace(granularity=PerAxis(axis)) if spec.granularity == PerAxis(0) and axis else spec
 
 

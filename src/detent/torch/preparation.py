@@ -163,7 +163,7 @@ def _quantizer_names(layer: LayerPlan, module: nn.Module) -> list[str]:
 def _make_quantizers(
     layer: LayerPlan, module: nn.Module, shared: dict[int, FakeQuantize], *, sync: bool
 ) -> dict[str, FakeQuantize]:
-    """Return a dict of new quantizers for a layer; ``shared`` maps ids of weights to quantizers, for tied weights."""
+    """Make the quantizers of a layer, by name; ``shared`` maps ids of weights to quantizers, for tied weights."""
     first = next((each for each in module.parameters() if each.is_floating_point()), None)
     device, dtype = (torch.device("cpu"), torch.float32) if first is None else (first.device, scale_dtype(first))
     quantizers = {}

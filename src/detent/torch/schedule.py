@@ -75,7 +75,9 @@ class Schedule:
         freeze_scales: int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise DtypeError(f"got {type(model).__name__} for model, expected a module prepared by qt.prepare")
+            raise DtypeError(
+                f"got {type(model).__name__} for model, expected a module prepared by qt.prepare: call qt.prepare first"
+            )
         plan_of(model)
         self.model = model
         self.delay = as_integer("delay", delay, at_least=0)

@@ -207,7 +207,7 @@ def _conv(x: Array, w: Array, attributes: Attributes) -> Array:
 def _present(*inputs: Array | None) -> list[Array]:
     present = [each for each in inputs if each is not None]
     if len(present) < len(inputs):
-        raise UnsupportedError("an input of this kernel is omitted, which the comparison of level 3 does not support")
+        raise UnsupportedError("level 3 does not support kernels with an omitted input")
     return present
 
 
@@ -249,9 +249,7 @@ def _floats(sums: Array, scale: Array, bias: Array | None) -> Prediction:
 def _qgemm(inputs: Inputs, attributes: Attributes) -> Prediction:
     a, a_scale, a_zero, b, b_scale, b_zero, bias, y_scale, y_zero = (*inputs, None, None, None)[:9]
     if a is None or b is None or float(attributes.get("alpha", 1.0)) != 1.0:
-        raise UnsupportedError(
-            "an input of this kernel is omitted or its alpha is not 1, which the comparison of level 3 does not support"
-        )
+        raise UnsupportedError("level 3 does not support kernels with an omitted input, or with an alpha other than 1")
     left, right = _shifted(a, a_zero), _shifted(b, b_zero, 0 if attributes.get("transB", 0) else 1)
     left = left.T if attributes.get("transA", 0) else left
     right = right.T if attributes.get("transB", 0) else right

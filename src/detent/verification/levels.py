@@ -84,8 +84,8 @@ def _as_source(source: object, artifact: QuantizedGraph) -> Source:
         return TorchSource(source, artifact)
     if not isinstance(source, LoadedModel | ModelProto | str | PathLike):
         raise UnsupportedError(
-            "source must be a model from qt.prepare, an ONNX model or a path to an ONNX file, "
-            f"got {type(source).__name__}"
+            f"got {type(source).__name__} as source, expected a model from qt.prepare, an ONNX model or a path to "
+            "an ONNX file"
         )
     model = load_model(source)
     has_quantizers = is_quantized(model.proto, operators=(QUANTIZE,))  # a weight-only source counts as float
