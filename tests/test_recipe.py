@@ -626,7 +626,7 @@ SPEC = dt.QuantSpec("int8", qmin=-100).to_dict()
         (holding(weight=[]), "as weight, expected text or a table"),
         (holding(weight="int99"), "unknown format"),
         (holding(weight={}), "expected exactly"),
-        (holding(weight={**SPEC, "format": []}), "the name of a format"),
+        (holding(weight={**SPEC, "format": []}), "a format name in 'format'"),
         (holding(weight={**SPEC, "granularity": [[]]}), "as granularity"),
         (holding(weight={**SPEC, "granularity": {"kind": "axis", "axis": "x"}}), "rule 0: "),
         (holding(weight={**SPEC, "convention": {**SPEC["convention"], "zero_range": []}}), "zero_range"),

@@ -249,7 +249,7 @@ class Rule:
             raise SpecError(f"got skip={skip!r}, expected True or False")
         named = [name for name in SPECS if getattr(self, name) is not None]
         if self.skip and named:
-            raise SpecError(f"got skip=True and a spec for {' and '.join(named)}: leave out skip or every spec")
+            raise SpecError(f"got skip=True and a spec for {' and '.join(named)}: omit skip, or omit all specs")
 
     def matches(self, layer: Layer) -> bool:
         """Return whether the rule selects the layer.

@@ -154,7 +154,7 @@ class TrainingRun:
         return model.eval()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of augmented images (random contrast and noise) and labels; equal batches for all networks."""
+        """Yield batches of augmented images (random contrast and noise) and labels, the same for all networks."""
         numbers = torch.Generator().manual_seed(self.seed)
         images, labels = torch.from_numpy(self.pictures.images), torch.from_numpy(self.pictures.labels)
         for _ in range(self.epochs):

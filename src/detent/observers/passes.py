@@ -174,9 +174,8 @@ def reporter(
 ) -> Callable[[int, int | None], object]:
     """Return the callback f(done, total) that reports progress.
 
-    If ``progress`` is callable, it is the callback. If
-    ``progress`` is True or None and stderr is a terminal, the callback shows a progress bar. Otherwise the callback
-    does nothing.
+    If ``progress`` is callable, it is the callback. If ``progress`` is True or None and stderr is a terminal, the
+    callback shows a progress bar. Otherwise the callback does nothing.
     """
     if callable(progress):
         return progress  # type: ignore[return-value]  # callers that know the total always pass it

@@ -172,8 +172,8 @@ def _check_members(members: list[ZipInfo], size: int) -> None:
             )
         if member.file_size > max(ALWAYS_UNPACKED, RATIO_LIMIT * member.compress_size):
             raise FileFormatError(
-                f"zip member {name} has {member.compress_size} bytes, but {member.file_size} when unpacked, more than "
-                f"{RATIO_LIMIT} times as many: write the file without compression, with numpy.savez"
+                f"zip member {name} has {member.compress_size} bytes, but {member.file_size} when unpacked, more "
+                f"than {RATIO_LIMIT} times as many: write the file again without compression, with numpy.savez"
             )
 
 

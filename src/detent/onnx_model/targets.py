@@ -89,7 +89,7 @@ class Target:
     needs_vnni: bool = False
 
     def weight_spec(self, spec: QuantSpec) -> QuantSpec:
-        """Limit a weight's spec to the codes that this target allows; raise SpecError if an affine spec allows more."""
+        """Limit a weight's spec to the codes of this target; raise SpecError if an affine spec exceeds these codes."""
         if self.limit is None or not spec.format.is_integer or largest_code(spec) <= self.limit:
             return spec
         if not spec.symmetric:
