@@ -65,7 +65,7 @@ def test_a_kernel_that_is_gone_fails(file):
     report = dt.verify(model(), file, DATA)
     assert not report.ok
     assert report.kernel_difference.node == "pool"
-    assert "but did when the file was written (1 layer in all)" in report.failure
+    assert "when the file was written, but does not now (1 layer in all)" in report.failure
     RuntimeRecord("1.0.0", record.machine, {**record.kernels, "pool": "QLinearMaxPool"}).write(file)
     report = dt.verify(model(), file, DATA)
     assert report.ok
