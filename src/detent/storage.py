@@ -136,7 +136,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
 
 @cache
 def _system() -> str:
-    """Return four hex digits that identify this machine and its last boot; processes on one machine share locks."""
+    """Return four hex digits for this machine and its last boot; its processes can see each other's locks."""
     try:
         identity = BOOT_ID.read_bytes()
     except OSError:

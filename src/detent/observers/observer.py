@@ -65,7 +65,7 @@ class Range(NamedTuple):
 class Observer(ABC):
     """Base class of observers, which observe batches and keep one range per parameter set.
 
-    Threads may share an observer: the result is the same as if one thread observed all batches. Copies share no state
+    Threads may share an observer: batches observed at the same time are added one after another. Copies share no state
     with the original. ``repr`` is the call that creates the observer; ``str`` also shows what it has observed.
 
     Attributes:

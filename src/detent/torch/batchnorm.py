@@ -98,7 +98,7 @@ class Fold:
         return QuantizedTensor.from_codes(quantized.codes * signs, params, quantized.dtype)
 
     def fake_quantize_with_gain(self, weight: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-        """Quantize a float weight, multiply the codes and scales by the gain, and dequantize the result.
+        """Quantize a float weight, apply the gain to codes and scales like ``codes_with_gain``, and dequantize it.
 
         The computation uses torch operations and records no gradients.
         """
