@@ -297,7 +297,22 @@ NETWORKS: Mapping[str, Network] = MappingProxyType(
     }
 )
 # Too slow to be part of every run; they run only if they are chosen by name.
-LARGE_NETWORKS: Mapping[str, Network] = MappingProxyType({"matting-1024": _matting(LARGE_SIDE, 4)})
+LARGE_NETWORKS: Mapping[str, Network] = MappingProxyType(
+    {
+        "matting-1024": _matting(LARGE_SIDE, 4),
+        # 340 MB; not trained, because only time and memory of quantizing matter
+        "bert-large": Network(
+            partial(attention.Encoder, width=768, blocks=12, heads=12),
+            _texts,
+            cross_entropy,
+            "transformer",
+            as_classes,
+            Export(13, dynamic=True),
+            steps=0,
+            held_out=16,
+        ),
+    }
+)
 
 
 class _Turned(nn.Module):

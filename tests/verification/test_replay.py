@@ -126,7 +126,7 @@ def test_what_was_decided_is_listed(file):
     assert report.replay.decided == (
         "target onnxruntime, opset 17",
         "1 weight format: 2 int8/axis1/symmetric/onnx [qmin=-64, qmax=64]",
-        "2 activation scales with zero point: scales from 0.0189 to 0.0333",
+        "2 activation scales with zero point: scales from 0.0345 to 0.0576",
     )
     assert "accepted within bounds: 2 activation scales with zero point" in str(report)
 
@@ -243,7 +243,7 @@ def test_another_activation_scale_is_another_decision(file):
     rewritten(file, lambda each: each["placements"][0]["range"].update(scale=float(scale)))
     report = dt.verify(model(), file, DATA)
     assert report.ok
-    assert "2 activation scales with zero point: scales from 0.0333 to 0.25" in report.replay.decided
+    assert "2 activation scales with zero point: scales from 0.0576 to 0.25" in report.replay.decided
     assert (
         report.output_sqnr_db < dt.verify(model(), qo.rewrite(model(), qo.decide(model(), DATA)), DATA).output_sqnr_db
     )

@@ -8,7 +8,8 @@ choosing samples        the samples on which the following passes run the model 
 equalization            factors between convolutions (``equalization``)
 SmoothQuant             factors between channels of matmul inputs and weights (``smoothquant``)
 calibration             nothing; it observes the ranges of activations (``calibration``)
-choosing ranges         a min-max or a clipped range for each activation (``calibration``, ``clipped_ranges``)
+choosing ranges         which activations may be clipped (``calibration``)
+searching ranges        the margins of ranges, and which activations are clipped (``range_search``)
 choosing weight bits    7 or 8 bits for each weight (``fast_kernels``)
 float fallback          which noisy layers stay in float (``float_fallback``)
 bias correction         new biases (``bias_correction``)
@@ -48,8 +49,7 @@ from detent.onnx.calibration import (
     range_decisions,
     tensor_groups,
 )
-from detent.onnx.clipped_ranges import MAX_CLIPPED_NOISE, unclip
-from detent.onnx.decisions import Decisions, Equalized, Smoothed
+from detent.onnx.decisions import Decisions, Equalized, QuantizerPlacement, Smoothed
 from detent.onnx.fast_kernels import (
     SLOW_REASON,
     choose_slow_weights,
@@ -63,11 +63,12 @@ from detent.onnx.layer_error import IsolatedLayers, ReferenceOutputs
 from detent.onnx.pass_errors import running
 from detent.onnx.quality_warnings import DataSummary
 from detent.onnx.quantized_graph import layer_decisions, placed
+from detent.onnx.range_search import MIN_SAMPLES as MIN_RANGE_SAMPLES
+from detent.onnx.range_search import ChosenRanges, SampleBounds, search_ranges
 from detent.onnx.samples import Samples, choose_samples
 from detent.onnx_model.batches import Batches, inputs_of, open_batches, samples_in
 from detent.onnx_model.files import copied
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
-from detent.params import QuantParams
 from detent.rule import ObserverLike, get_observer_spec
 
 __all__ = ["EFFORTS", "Decided", "Effort", "KeepFloat", "Options", "RunOptions", "decide_with_data", "reject_empty"]
@@ -81,6 +82,7 @@ Effort = Literal["fast", "balanced", "best"]
 MAX_MULTIPLICATIONS = 2e10  # limit on all runs of the model that record the inputs of layers
 MIN_SAMPLES, MIN_COMPARED = 4, 2  # samples of a large model
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
+MAX_CLIPPED_NOISE = 0.5  # if noise is measured only at single layers, clipping must remove half of it
 FALLBACK_REASON = "float fallback: it alone causes over a quarter of the output noise"
 
 
@@ -240,28 +242,11 @@ def _tensor_groups(graph_plan: GraphPlan, batches: Batches, run: RunOptions) -> 
     return groups
 
 
-@dataclass(frozen=True)
-class _Ranges:
-    """Parameters of activations by group, and the groups that are clipped (None for all)."""
-
-    params: dict[str, QuantParams]
-    clipped: frozenset[str] | None
-
-    def without_clipping(self, unclipped: Mapping[str, QuantParams]) -> "_Ranges":
-        """Return these ranges with the min-max ranges of some groups."""
-        clipped = None if self.clipped is None else self.clipped - set(unclipped)
-        return _Ranges({**self.params, **unclipped}, clipped)
-
-    def with_new(self, params: Mapping[str, QuantParams]) -> "_Ranges":
-        """Return these ranges with those of new groups."""
-        return _Ranges({**params, **self.params}, self.clipped)
-
-
 class _Choice(NamedTuple):
     """Chosen ranges of activations, and the plan with the chosen weight bits and float layers."""
 
     plan: GraphPlan
-    ranges: _Ranges
+    ranges: ChosenRanges
     steps: tuple[str, ...] = ()
 
 
@@ -276,23 +261,20 @@ def _choose_quantizers(
     """Choose ranges of activations, bits of weights, and layers to keep in float."""
     with running("choosing ranges"):
         placements = graph_plan.placements(calibration.ranges)
-        clipped = None
+        clipped: frozenset[str] | None = None
         if options.observer is None:
             max_noise = MAX_REMAINING_NOISE if options.is_measured else MAX_CLIPPED_NOISE
-            clipped = choose_clipped(graph_plan, calibration, placements, isolated, max_noise)
-        params = choose_params(placements, calibration, clipped)
-        ranges = _Ranges(params, None if clipped is None else frozenset(clipped))
-    can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
-    is_needed = bool(clipped) or can_widen or options.keep_float == "auto"
-    if not is_needed or not options.is_measured:
+            clipped = frozenset(choose_clipped(graph_plan, calibration, placements, isolated, max_noise))
+        ranges = ChosenRanges(choose_params(placements, calibration, clipped), clipped)
+    if not options.is_measured:
         return _Choice(graph_plan, ranges)
+    can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
     with running("measuring noise at the outputs"):
-        noise = NoiseByLayer(graph_plan, params, samples.compared)
-    if clipped:
-        with running("choosing clipped ranges"):
-            unclipped = unclip(noise, placements, calibration, clipped)
-            ranges = ranges.without_clipping(unclipped)
-            noise.set_params(unclipped)
+        noise = NoiseByLayer(graph_plan, ranges.params, samples.compared)
+    if clipped is not None:
+        with running("searching ranges"):
+            ranges = _searched_ranges(noise, graph_plan, placements, calibration, clipped, samples)
+            noise.set_params({name: each for name, each in ranges.params.items() if noise.can_replace(name)})
     widened: dict[str, float] = {}
     if can_widen:
         with running("choosing weight bits"):
@@ -307,12 +289,29 @@ def _choose_quantizers(
     if shares:
         graph_plan = replan(list(shares))
         placements = graph_plan.placements(calibration.ranges)
-        ranges = ranges.with_new(choose_params(placements, calibration, ranges.clipped))  # new groups are not clipped
+        ranges = ranges.with_new(placements, calibration)
     steps = (
+        *([f"ranges widened by {ranges.margin:g} standard deviations of the samples' bounds"] if ranges.margin else []),
         *(f"8-bit weights for {name}: {share:.0%} less noise at the outputs" for name, share in widened.items()),
         *(f"kept {name} in float: {share:.0%} less noise at the outputs" for name, share in shares.items()),
     )
     return _Choice(graph_plan, ranges, steps)
+
+
+def _searched_ranges(
+    noise: NoiseByLayer,
+    graph_plan: GraphPlan,
+    placements: Sequence[QuantizerPlacement],
+    calibration: Calibration,
+    clipped: frozenset[str],
+    samples: Samples,
+) -> ChosenRanges:
+    """Search ranges on the samples; with too few of them, all ranges are min-max ranges."""
+    if len(samples.every) < MIN_RANGE_SAMPLES:
+        return ChosenRanges(choose_params(placements, calibration, ()), frozenset())
+    bounds = SampleBounds.measure(graph_plan, calibration, samples.every)
+    first = len(samples.every) - len(samples.compared)
+    return search_ranges(noise, placements, calibration, clipped, bounds, first)
 
 
 def _with_float(

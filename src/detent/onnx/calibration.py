@@ -19,7 +19,7 @@ from os import PathLike
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from onnx import ModelProto
 
 from detent import observers as core
@@ -49,6 +49,7 @@ __all__ = [
     "choose_params",
     "observed_tensors",
     "range_decisions",
+    "range_params",
     "tensor_groups",
 ]
 
@@ -298,13 +299,19 @@ def _activation_params(placement: QuantizerPlacement, calibration: Calibration, 
         raise NotCalibratedError(
             f"tensor {placement.group!r} was not observed: call qo.calibrate with the same plan as qo.insert"
         )
-    if clipped:
-        params = observer.params(placement.spec)
-    else:
-        params = QuantParams.from_range(placement.spec, *Observer.range(observer), dtype="float32")
-    if factor != 1:
-        params = scaled(params, factor)
-    return _bounded(params, placement)
+    if not clipped:
+        return range_params(placement, calibration, Observer.range(observer))
+    params = observer.params(placement.spec)
+    return _bounded(params if factor == 1 else scaled(params, factor), placement)
+
+
+def range_params(
+    placement: QuantizerPlacement, calibration: Calibration, bounds: tuple[ArrayLike, ArrayLike]
+) -> QuantParams:
+    """Compute the parameters of a group from a range of the tensor that was observed for it."""
+    _, factor = calibration.source(placement.group)
+    params = QuantParams.from_range(placement.spec, *bounds, dtype="float32")
+    return _bounded(params if factor == 1 else scaled(params, factor), placement)
 
 
 def choose_params(

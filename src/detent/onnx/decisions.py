@@ -142,7 +142,7 @@ class RangeDecision:
     Attributes:
         scale: positive, normal float32.
         zero_point: the code that stands for 0.
-        clipped: True if the scale is from the observer's clipping range, False if it is from the min-max range.
+        clipped: whether the range is the observer's clipping range; other ranges include all observed values.
         observed_range: smallest and largest value in the calibration data; None without calibration data.
 
     >>> RangeDecision(0.5, 3).params(QuantSpec("uint8"))

@@ -15,7 +15,7 @@ first, and only noisy groups are split further.
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,11 @@ class NoiseByLayer:
         """Number of compared outputs, summed over the samples."""
         return self._references.count
 
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(self._samples)
+
     def set_weights(self, plan: GraphPlan) -> None:
         """Use the weight specs of ``plan``, which must otherwise equal the plan that was passed on creation."""
         weights = {line.name: line for line in plan.quantized if line.weight is not None}
@@ -127,26 +132,32 @@ class NoiseByLayer:
             self._ratios.clear()
 
     def can_replace(self, tensor: str) -> bool:
-        """Whether ``noise_with`` can replace the parameters of a tensor."""
+        """Whether ``noise_by_sample`` can replace the parameters of a tensor."""
         return tensor in self._owners and self._model.can_replace(_flag(tensor))
 
-    def noise_with(
-        self, lines: Mapping[str, LayerPlan], params: Mapping[str, QuantParams] = MappingProxyType({})
-    ) -> float:
-        """Measure the noise with all layers quantized.
+    def noise_with(self, lines: Mapping[str, LayerPlan]) -> float:
+        """Measure the noise with all layers quantized; ``lines`` replaces the weight specs of some layers."""
+        return self._noise_with(lines, [{}] * len(self._samples)) if lines else self.noise_without()
 
-        ``lines`` replaces the weight specs of some layers, ``params`` the parameters of some tensors.
+    def noise_by_sample(self, params: Sequence[Mapping[str, QuantParams]], limit: float = inf) -> float:
+        """Measure the noise with all layers quantized; ``params`` replaces parameters of tensors, for each sample.
+
+        The remaining samples are left out as soon as the noise is above ``limit``.
         """
-        if not lines and not params:
-            return self.noise_without()
+        return self._noise_with({}, params, limit)
+
+    def _noise_with(
+        self, lines: Mapping[str, LayerPlan], params: Sequence[Mapping[str, QuantParams]], limit: float = inf
+    ) -> float:
         weights = {name: self._rounded_weight(name, lines.get(name, line)) for name, line in self._weights.items()}
         flags = [_flag(tensor) for tensor in self._owners]
-        replaced = {_flag(tensor): each for tensor, each in params.items()}
-        return sum(
-            ratio
-            for i, feed in enumerate(self._samples)
-            for ratio in self._references.noise(i, self._model.run(self._outputs, feed, weights, flags, replaced))
-        )
+        total = 0.0
+        for i, (feed, one) in enumerate(zip(self._samples, params, strict=True)):
+            replaced = {_flag(tensor): each for tensor, each in one.items()}
+            total += sum(self._references.noise(i, self._model.run(self._outputs, feed, weights, flags, replaced)))
+            if total > limit:
+                break
+        return total
 
     def noise(self, layers: Iterable[str], samples: int | None = None) -> float:
         """Measure the noise with only these layers quantized."""

@@ -242,7 +242,7 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             files. Weight-only recipes need no data.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         target: the runtime that the file is for, such as "onnxruntime-avx2".
-        observer: observer for activations; None chooses the min-max or the MSE-optimal range per tensor.
+        observer: observer for activations; None searches min-max ranges with margins, and clipped ranges.
         skip: names or glob patterns of layers to keep in float.
         keep_float: "auto" enables float fallback: a small layer is kept in float if it alone causes over a quarter of
             the noise at the outputs. "none" disables it.

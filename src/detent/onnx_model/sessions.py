@@ -4,8 +4,8 @@ ONNX Runtime fuses an operator and the Q/DQ pairs around it into an integer kern
 Otherwise ONNX Runtime computes in float, without a warning. ``kernels_of`` reads each layer's kernel from the optimized
 graph.
 
-To read intermediate tensors, detent adds them to the model's outputs when it creates a session. ``record`` yields these
-tensors batch by batch. A ``Probe`` passes them to callbacks, in groups that fit into memory.
+To read intermediate tensors, detent adds these tensors to the model's outputs when it creates a session. ``record``
+yields these tensors batch by batch. A ``Probe`` passes the tensors to callbacks, in groups that fit into memory.
 """
 
 import platform
@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from math import prod
+from math import inf, prod
 from os import fspath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +54,7 @@ __all__ = [
     "ort_errors",
     "record",
     "runtime_record",
+    "tensor_bounds",
     "tensor_nbytes",
     "without_weights",
     "written_name",
@@ -144,8 +145,8 @@ def make_session(
 def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
     """Copy a model without the data of its large initializers; return the copy, and a dict from names to data.
 
-    Large initializers that no node reads are left out of both: ONNX Runtime would remove them from the copy, and then
-    reject the dict.
+    Large initializers that no node reads are left out of both: ONNX Runtime would remove such initializers from the
+    copy, and then reject the dict.
     """
     lean, weights = without_initializers(model), dict[str, Array]()
     inputs_and_outputs = {value.name for value in (*model.graph.input, *model.graph.output)}
@@ -183,7 +184,7 @@ def ort_errors(action: str = "run") -> Iterator[None]:
 def array_outputs(model: ModelProto) -> list[str]:
     """List the outputs that ONNX Runtime returns as arrays.
 
-    These are all tensors except those of bfloat16, float8, and types of at most 4 bits.
+    These are all tensors except tensors of bfloat16, float8, and types of at most 4 bits.
 
     >>> from onnx import parser
     >>> array_outputs(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -216,7 +217,7 @@ def optimized(model: ModelSource) -> ModelProto:
 
 
 def _rename_shadowing(graph: GraphProto, outer: Set[str]) -> None:
-    """Rename tensors of subgraphs that shadow an outer name: ONNX Runtime writes such graphs, but cannot load them.
+    """Rename tensors of subgraphs that shadow an outer name; ONNX Runtime writes such graphs, but rejects them.
 
     ONNX Runtime restarts the numbering of some tensors (``reorder_token_0``) in each subgraph.
     """
@@ -407,7 +408,7 @@ def tensor_nbytes(
     nodes: Sequence[NodeProto] = (),
     optimize: bool = True,
 ) -> dict[str, int]:
-    """Map the names of intermediate tensors to the bytes that they take as float32 for one batch.
+    """Map the names of intermediate tensors to their sizes in bytes, as float32 for one batch.
 
     ``names`` may include outputs of ``nodes``, which are added to the model temporarily. Shapes are inferred from the
     shapes in the batch. If this fails, the model runs with additional Shape nodes.
@@ -422,6 +423,17 @@ def tensor_nbytes(
             results = session.run(outputs, dict(feeds))
         shapes = {name: tuple(np.asarray(shape).tolist()) for name, shape in zip(names, results, strict=True)}
     return {name: FLOAT_NBYTES * prod(shapes[name]) for name in names}
+
+
+def tensor_bounds(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed]) -> dict[str, tuple[Array, Array]]:
+    """Map the names of tensors to the smallest and the largest value in each batch; 0 for an empty tensor."""
+    bounds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
+    for tensors in record(model, bounds, feeds):
+        for name, array in tensors.items():
+            for each, value in zip(bounds[name], (array.min(initial=inf), array.max(initial=-inf)), strict=True):
+                each.append(float(value) if array.size else 0.0)
+        tensors.clear()  # free the tensors before the model runs on the next batch
+    return {name: (np.array(lo), np.array(hi)) for name, (lo, hi) in bounds.items()}
 
 
 def _inferred_shapes(

@@ -1,0 +1,148 @@
+"""Ranges have a margin or are clipped if that lowers the noise at the outputs, on data of other folds."""
+
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from onnx_graphs import Maker, images, weights
+
+import detent as dt
+import detent.onnx as qo
+from detent.onnx.calibration import choose_params
+from detent.onnx.float_fallback import NoiseByLayer
+from detent.onnx.pipeline import output_sqnr
+from detent.onnx.range_search import SampleBounds, search_ranges
+
+
+def peaks(pooled):
+    """A layer with rare large outputs, which a global maximum or a global mean passes on."""
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 16, 1, weight=weights(16, 8, 1, 1), name="first")])
+    t = m.add("Relu", [m.conv(t, 16, 16, 1, name="second")])
+    t = m.add(f"Global{pooled}Pool", [t])
+    return m.model([("x", [1, 8, 16, 16])], [m.conv(t, 16, 16, 1, name="last")])
+
+
+def rare(count):
+    feeds = images(count, side=16, batch=1, scale=0.05)
+    for i, feed in enumerate(feeds):
+        feed["x"][0, :, i % 16, 3] = np.random.default_rng(i).normal(size=8) * 4
+    return feeds
+
+
+@pytest.mark.parametrize("pooled", ["Max", "Average"])
+def test_the_default_is_close_to_the_better_range(pooled):
+    model, feeds = peaks(pooled), rare(12)
+    sqnr = {}
+    for observer in (None, "minmax", "mse"):
+        decisions = qo.decide(model, feeds[:8], observer=observer, keep_float="none", progress=False)
+        file = qo.rewrite(model, decisions)
+        assert dt.verify(model, file, feeds[:1]).ok
+        sqnr[observer] = min(output_sqnr(model, file, feeds[8:]).values())
+    assert sqnr[None] > max(sqnr["minmax"], sqnr["mse"]) - 1
+
+
+def test_a_maximum_keeps_the_min_max_range():
+    model, feeds = peaks("Max"), rare(8)
+    decisions = qo.decide(model, feeds, keep_float="none", progress=False)
+    assert not any(each.clipped for tensor, each in decisions.ranges.items() if tensor != "x")
+
+
+def test_a_margin_does_not_make_a_range_negative():
+    bounds = SampleBounds({"x": (0.25, 4.0)}, {"x": (np.float64([0.25, 0.5, 1, 2]), np.float64([1, 2, 4, 2]))})
+    assert bounds.range("x", 3.0)[0] == 0.25
+    assert bounds.range("x", 3.0)[1] > 4
+
+
+class Searched:
+    """A search in which the noise is a function of the parameters of one sample."""
+
+    def __init__(self, noise_of, count=16):
+        self.plan = qo.plan(qo.prepare(peaks("Average")))
+        self.seen = qo.calibrate(self.plan, rare(count))
+        self.placements = self.plan.placements(self.seen.ranges)
+        self.bounds = SampleBounds.measure(self.plan, self.seen, self.seen.samples)
+        self.noise = Mock(spec=NoiseByLayer, samples=count)
+        self.noise.can_replace.return_value = True
+        self.noise.noise_by_sample.side_effect = lambda params, limit: sum(map(noise_of, params))
+
+    def run(self):
+        full, clipped = (choose_params(self.placements, self.seen, groups) for groups in ((), None))
+        self.changed = {group for group in full if full[group] != clipped[group]}
+        return search_ranges(self.noise, self.placements, self.seen, frozenset(full), self.bounds, 0)
+
+
+def width(params):
+    return float(sum(each.scale for each in params.values()))
+
+
+def test_noise_that_is_not_a_number_allows_no_clipping_and_no_margin():
+    search = Searched(lambda params: np.nan)
+    ranges = search.run()
+    assert search.changed
+    assert (ranges.clipped, ranges.margin) == (frozenset(), 0.0)
+    assert ranges.params == choose_params(search.placements, search.seen, ())
+
+
+def test_less_noise_of_narrow_ranges_clips_all_tensors():
+    search = Searched(lambda params: width(params) ** 8)
+    ranges = search.run()
+    assert ranges.clipped == search.changed
+    assert ranges.margin == 0
+
+
+def test_less_noise_of_wide_ranges_gives_the_largest_margin_and_no_clipping():
+    search = Searched(lambda params: width(params) ** -8)
+    ranges = search.run()
+    assert (ranges.clipped, ranges.margin) == (frozenset(), 3.0)
+    full = choose_params(search.placements, search.seen, ())
+    assert all(ranges.params[group].scale >= full[group].scale for group in full)
+    assert width(ranges.params) > width(full)
+
+
+def test_a_small_gain_gives_no_margin():
+    assert Searched(lambda params: 1 + 1e-3 / width(params)).run().margin == 0
+
+
+def test_new_groups_get_the_margin():
+    search = Searched(lambda params: width(params) ** -8)
+    ranges = search.run()
+    first = search.placements[0].group
+    fewer = ranges._replace(params={group: each for group, each in ranges.params.items() if group != first})
+    assert fewer.with_new(search.placements, search.seen).params == ranges.params
+
+
+def test_ranges_of_a_fold_exclude_samples_of_other_folds_only():
+    hi = np.arange(16, dtype=np.float64)  # the largest value, 15, is in fold 3
+    bounds = SampleBounds({"x": (0.0, 15.0)}, {"x": (np.zeros(16), hi)})
+    assert [bounds.range("x", 0.0, fold)[1] for fold in range(4)] == [12, 13, 14, 15]
+    assert bounds.range("x", 2.0, 0) == (0.0, pytest.approx(12 + 2 * hi.std()))
+    more = SampleBounds({"x": (0.0, 99.0)}, {"x": (np.zeros(16), hi)})  # 99 is in none of the samples
+    assert more.range("x", 0.0, 0)[1] == 99
+
+
+def heavy(count, seed):
+    """Images of very different contrast: the largest of a few samples says little about the next."""
+    rng = np.random.default_rng(seed)
+    return [{"x": (feed["x"] * rng.lognormal(0, 0.7)).astype(np.float32)} for feed in images(count, side=8, batch=1)]
+
+
+def test_samples_of_different_contrast_get_a_margin_which_lowers_the_noise_on_other_data():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 16, 3, name="first")])
+    t = m.add("Relu", [m.conv(t, 16, 16, 3, name="second")])
+    model = m.model([("x", [1, 8, 8, 8])], [m.conv(t, 16, 8, 1, name="last")])
+    feeds, others = heavy(16, 0), heavy(200, 1)
+    sqnr = {}
+    for observer in (None, "minmax"):
+        decisions = qo.decide(model, feeds, observer=observer, keep_float="none", progress=False)
+        sqnr[observer] = min(output_sqnr(model, qo.rewrite(model, decisions), others).values())
+    assert sqnr[None] > sqnr["minmax"] + 1
+
+
+def test_a_report_names_the_margin(tmp_path):
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 16, 3, name="first")])
+    model = m.model([("x", [1, 8, 8, 8])], [m.conv(t, 16, 8, 1, name="last")])
+    report = qo.quantize(model, tmp_path / "q.onnx", data=heavy(16, 0), progress=False)
+    assert any("standard deviations" in step for step in report.steps)
