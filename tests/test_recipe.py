@@ -603,7 +603,7 @@ SPEC = dt.QuantSpec("int8", qmin=-100).to_dict()
         ('{"rules": []}', "add 'version'"),
         ('{"version": 1}', "add 'rules'"),
         ('{"version": 2, "rules": []}', "update detent"),
-        ('{"version": 0, "rules": []}', "write it again, or use the older release of detent"),
+        ('{"version": 0, "rules": []}', "write it again, or use the release of detent that wrote it"),
         ('{"version": true, "rules": []}', "expected version 1, an integer"),
         ('{"version": 1.0, "rules": []}', "expected version 1, an integer"),
         ('{"version": 1, "rules": [], "rulez": []}', "did you mean 'rules'"),

@@ -119,7 +119,7 @@ def first_nonfinite(values: NDArray[Any]) -> tuple[int, ...]:
 def refuse_nan(
     name: str, x: NDArray[Any], repair: str = "replace NaN in the data, or pass nan='zero_point' or nan='qmin'"
 ) -> None:
-    """Raise if x contains NaN; the message ends with the text ``repair``."""
+    """Raise if x contains NaN; the message counts the NaN, has the index of the first, and ends with ``repair``."""
     with np.errstate(all="ignore"):  # some dtypes of ml_dtypes warn about signaling NaN
         missing = np.isnan(x)
     count = int(np.count_nonzero(missing))
@@ -150,7 +150,7 @@ def float_dtype(dtype: DTypeLike, name: str = "x") -> np.dtype[Any]:
     if checked is None or checked not in _DTYPES:
         raise DtypeError(
             f"{name} has dtype {dtype if checked is None else checked}, expected float16, bfloat16, float32 or "
-            "float64: convert the array, for example with astype('float32')"
+            "float64: use one of these dtypes, for example x.astype('float32') for an array"
         )
     return checked
 

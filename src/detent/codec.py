@@ -63,7 +63,7 @@ def parse(
 
 
 def _counts(text: str) -> tuple[tuple[str, int, int], ...]:
-    """Count the lists and objects in JSON text, and its values; return (name, count, limit) for both counts.
+    """Return (name, count, limit) twice: for the lists and objects in a JSON text, and for its values.
 
     A count is an upper bound, because brackets and commas inside strings are also counted.
     """
@@ -122,7 +122,7 @@ def check_version(given: object, version: int, what: str, *, error: type[DetentE
     if type(given) is not int:
         raise error(f"got version {brief(given)} of {what}, expected version {version}, an integer")
     if given != version:
-        advice = "update detent" if given > version else "write it again, or use the older release of detent"
+        advice = "update detent" if given > version else "write it again, or use the release of detent that wrote it"
         raise error(
             f"got version {brief(given)} of {what}, but this release of detent reads version {version}: {advice}"
         )
@@ -138,7 +138,7 @@ _FAULTS = (
 def reading(
     complaint: str, *, error: type[DetentError] = FileFormatError, keep: type[DetentError] | tuple[()] = ()
 ) -> Iterator[None]:
-    """Convert exceptions that untrusted data cause to ``error``; exceptions of type ``keep`` pass unchanged."""
+    """Raise ``error`` in place of exceptions that untrusted data cause; exceptions of type ``keep`` pass unchanged."""
     try:
         yield
     except _FAULTS as fault:

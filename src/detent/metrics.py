@@ -325,10 +325,12 @@ def _histogram(q: QuantizedTensor) -> NDArray[np.int64]:
 def _pair(x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
     a, b = float_array(x, "x"), float_array(y, "y")
     if a.shape != b.shape:
-        raise ShapeError(f"got x of shape {a.shape} and y of shape {b.shape}, expected equal shapes: reshape x or y")
+        raise ShapeError(
+            f"got x of shape {a.shape} and y of shape {b.shape}, expected equal shapes: check what is compared"
+        )
     return a, b
 
 
 def _to_one(largest: float) -> tuple[float, float]:
-    """Return the power of two that scales the largest magnitude to about 1, so that squares stay in range."""
+    """Return the power of two that scales the largest magnitude to about 1, so squares do not over- or underflow."""
     return power_of_two(-frexp(largest)[1] if 0.0 < largest < inf else 0)

@@ -301,7 +301,7 @@ def fake_quantize_dynamic(
     if (low > high).any():
         raise RangeError(
             f"x is not finite in {nonfinite} of {data.size} elements, so {int((low > high).sum())} of {low.size} "
-            "parameter sets have no finite element: replace these elements, or use a coarser granularity"
+            "parameter sets have no finite element: replace NaN and infinities, or use a coarser granularity"
         )
     params = QuantParams.from_range(spec, low, high, dtype=compute_dtype(data.dtype))
     plan = find_plan("fake_quantize", data.shape, data.dtype, spec)

@@ -82,7 +82,7 @@ def pack(codes: ArrayLike, bits: int, layout: str | Layout = "low_first") -> Byt
 
 
 def _checked(codes: ArrayLike, bits: int) -> NDArray[Any]:
-    """Convert codes to one- or two-byte integers in C order; raise if a code does not fit ``bits`` bits."""
+    """Convert codes to one- or two-byte integers in C order; all must fit ``bits`` bits, signed or unsigned."""
     array = as_array("codes", codes)
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind not in "iu":
@@ -118,7 +118,7 @@ def unpack(
     if data.dtype != np.uint8 or data.shape != (expected,):
         raise FileFormatError(
             f"got packed codes of dtype {data.dtype} and shape {data.shape}, expected uint8 of shape "
-            f"({expected},) for bits={bits} and count={count}: check bits and count"
+            f"({expected},) for bits={bits} and count={count}: check bits, count and layout"
         )
     padded = -(-count // len(order)) * len(order)
     if padded * bits % BYTE and data[-1] >> padded * bits % BYTE:

@@ -228,7 +228,7 @@ class QuantParams:
         return cls(QuantSpec(get_format(element), PerGroup(size)), np.ones(1, np.float32))
 
     def validate(self) -> None:
-        """Check again that scales and zero points are valid for the spec.
+        """Check again that scales, zero points and bounds are valid for the spec.
 
         Raises:
             ParamsError, ShapeError: an invariant is broken; the message shows the values.

@@ -377,7 +377,7 @@ def check_narrowed(scale: NDArray[np.floating]) -> None:
         narrow = scale.astype(np.float32)
     if not (np.isfinite(narrow) & (narrow >= np.finfo(np.float32).smallest_normal)).all():
         raise ParamsError(
-            f"got float64 scales in [{scale.min()}, {scale.max()}], but data of another type need scales that fit "
+            f"got float64 scales in [{scale.min()}, {scale.max()}], but data that are not float64 need scales that fit "
             "float32: convert the data to float64, or rescale the data"
         )
 
@@ -403,7 +403,7 @@ def check_out(
 
 
 def _overlaps_itself(out: Array) -> bool:
-    """Return whether two elements of the array may share memory, or whether the strides are too complex to tell."""
+    """Return whether two elements of the array may share memory; False only if the strides rule this out."""
     if out.flags.c_contiguous or not out.size:
         return False
     span = out.itemsize

@@ -5,8 +5,8 @@ A rule with ``skip=True`` keeps the layer in float, unless a later rule sets a w
 no rule matches are kept in float. A rule that matches no layer is an error (``check_matched``); the message suggests
 similar names.
 
-If no rule sets a mode, activations have an EMA range (``EMA(0.99)``), and weights have the min-max range of their
-current values (``PerBatch``).
+If no rule sets a mode, ``qt.prepare`` gives activations an EMA range (``EMA(0.99)``), and weights the min-max range of
+their current values (``PerBatch``). ``qo.quantize`` ignores modes: it fixes all scales when it writes the file.
 
 Presets are ``w<bits>a<bits>[-g<group>]`` and ``fp8``. Weights are signed and symmetric, per-channel (axis 0) or
 per-group; inputs are unsigned and affine, per-tensor. Presets with ``a16`` are weight-only; below 8 bits their default

@@ -101,7 +101,7 @@ class ObserverSpec:
 
     @classmethod
     def of(cls, observer: Observer) -> "ObserverSpec":
-        """Make the description of an observer that has neither data nor a granularity."""
+        """Make the description of an observer that has observed no data and has the default granularity."""
         for kind, cls_of_kind in _CLASSES.items():
             if type(observer) is cls_of_kind:
                 _check_bare(observer)
@@ -195,7 +195,7 @@ class Rule:
             regular expression for the whole name. Or ``@first`` or ``@last``, the first or last layer with weights.
         types: names of classes or operations; the rule selects layers of any of these types. Empty means all types.
         weight: the weight's spec; None keeps the spec of earlier rules. In a text, the granularity may be "channel", as
-            in "int8/channel": one scale per output channel, on the axis that the layer type defines.
+            in "int8/channel": one scale per output channel, on the output-channel axis of the layer's weight.
         input: the input's spec; None keeps the spec of earlier rules.
         output: the output's spec; None keeps the spec of earlier rules.
         mode: a scale mode or its text: "per_batch", "ema(0.9)", "fixed", "learned".

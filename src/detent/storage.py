@@ -136,7 +136,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
 
 @cache
 def _system() -> str:
-    """Return four hex digits for this machine and its last boot; its processes can see each other's locks."""
+    """Return four hex digits that identify this machine since its last boot; processes on it see each other's locks."""
     try:
         identity = BOOT_ID.read_bytes()
     except OSError:
@@ -168,7 +168,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _remove_unlocked(temporary: Path) -> None:
-    """Remove a temporary file; raise an OSError if a process holds a lock on the file."""
+    """Remove a temporary file, unless another machine may still use it; raise OSError if a process has locked it."""
     handle = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,7 +36,7 @@ def default_kernels() -> str:
 
 
 def default_threads() -> int:
-    """Return the number of threads that the environment sets, or otherwise the number of cores of this process."""
+    """Return the number of threads that the environment sets, or else the number of cores that this process may use."""
     for name in ("DETENT_NUM_THREADS", "OMP_NUM_THREADS"):
         text = os.environ.get(name, "").split(",")[0].strip()
         number = int(text) if text.isascii() and text.isdigit() else 0

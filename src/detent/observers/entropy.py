@@ -78,7 +78,7 @@ def _spread(lower: Float64, upper: Float64, mass: Float64, edges: Float64) -> Fl
 
 
 def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> float:
-    """Find the window with the least divergence; return the share of bins inside it, for each side of zero.
+    """Find the window with the least divergence; return its share of the bins, which is the same on each side of zero.
 
     ``zero`` is the number of bins below zero; None means half of all bins.
     """

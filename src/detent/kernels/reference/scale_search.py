@@ -15,8 +15,8 @@ is the measured error. The search has four steps:
 
 1. The descent measures every 64th position, for up to 20 octaves. It ends where the clipping error alone exceeds the
    least error, because every smaller scale clips more. An affine spec tries up to 9 zero points per scale, evenly
-   spaced over an interval. The interval contains three zero points. The first belongs to the min-max range. The second
-   maps the largest value to the last code. The third maps the smallest value to the first code.
+   spaced over an interval. The interval spans three zero points: the zero point of the min-max range, the zero point
+   that maps the largest value to the last code, and the zero point that maps the smallest value to the first code.
 2. The first round measures at distance 16 and 32 from the positions of the 4 lowest estimates. The second round
    measures at distance 4 and 8 from the positions of the 4 lowest estimates so far. In sets of more than 128 values, a
    third round measures at distance 1 and 2.
@@ -25,7 +25,7 @@ is the measured error. The search has four steps:
 4. The fitted scale of the lowest estimate is measured, up to three times: each measurement may give a lower estimate.
 
 If errors are equal, the first candidate wins. The first candidate has the min-max parameters, so the result is never
-worse than these. Scales that are powers of two need only step 1, with one position per octave. Every sum has 8 partial
+worse than them. Scales that are powers of two need only step 1, with one position per octave. Every sum has 8 partial
 sums, which are added up by halves: term i belongs to partial sum ``i % 8``.
 """
 
@@ -74,7 +74,7 @@ FACTORS = _factors()
 def best_scales(
     x: Array, tiling: Tiling, spec: QuantSpec, bounds: Pair, start: Pair, least: float
 ) -> tuple[Array, Array, Float64]:
-    """Return the scale and zero point with the least squared error for each parameter set, and this error.
+    """Return the scale and zero point with the least squared error found for each parameter set, and this error.
 
     ``bounds`` are the smallest and the largest value of each set. ``start`` are the min-max scale and zero point of
     each set. All four arrays have the scale's shape and the compute type of x. No scale is below ``least``.
@@ -138,7 +138,7 @@ class _Search:
                 return
 
     def _zero_points(self, sets: Indices, scale: Float64) -> Iterator[tuple[Indices, Float64]]:
-        """Yield up to 9 pairs: indices into ``sets``, and a zero point to try for each of these sets."""
+        """Yield 9 pairs: indices into ``sets``, which may be empty, and a zero point to try for each of these sets."""
         start = self.start_zero[sets]
         at_high = np.clip(np.rint(self.high - self.hi[sets] / scale), self.low, self.high)
         at_low = np.clip(np.rint(self.low - self.lo[sets] / scale), self.low, self.high)
