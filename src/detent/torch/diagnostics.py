@@ -3,7 +3,7 @@
 =============  =======================================================================================================
 clip           share of elements whose code is clamped
 codes          share of the spec's codes that are in use
-drift          current scale divided by the first scale, for the scale that changed most
+drift          current scale divided by the first calibrated or observed scale, for the scale that changed most
 oscillation    share of weights whose code goes back and forth
 saturated      share of elements whose gradient the straight-through estimator (STE) stops
 =============  =======================================================================================================
@@ -566,7 +566,7 @@ def _first_scale(quantizer: FakeQuantize, watcher: Watcher | None) -> NDArray[An
 
 
 def _drift(first: NDArray[Any] | None, now: NDArray[Any]) -> float | None:
-    """Return current / first scale for the scale that changed most, or None if the number of scales changed."""
+    """Return current / first scale for the scale that changed most, or None if there are no matching first scales."""
     if first is None or first.size != now.size or not now.size:
         return None
     ratio = now.reshape(-1).astype(np.float64) / first.reshape(-1)
@@ -583,8 +583,7 @@ def _warnings(
         cause = "its range is too narrow" if clips else f"its {data} is constant or its scale is far too large"
         yield (
             f"{name} is dead: all {result.size} codes of its {data} are equal, because {cause}: check the layers "
-            "before "
-            "this quantizer, and calibrate again"
+            "before this quantizer, and calibrate again"
         )
         return
     if clips:

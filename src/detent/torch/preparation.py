@@ -286,7 +286,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor]:
-    """Return the exported weights, which are quantized and include folded batch norms, by full name.
+    """Return the quantized weights as they are exported, with batch norms folded in, by full name.
 
     Args:
         model: a prepared model, calibrated or trained.

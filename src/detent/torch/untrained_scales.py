@@ -50,10 +50,10 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
         if missing:
             warnings.warn(
                 f"no optimizer trains {len(missing)} learned scales and zero points (first: "
-                f"{next(iter(missing))!r}). Construct the optimizer after qt.prepare, or add the parameters to "
-                "the optimizer: optimizer."
-                'add_param_group({"params": [p for n, p in model.named_parameters() if n.endswith("_shift")]}). To '
-                "keep the scales constant, call requires_grad_(False) on these parameters.",
+                f"{next(iter(missing))!r}). Construct the optimizer after qt.prepare, or add the parameters: "
+                'optimizer.add_param_group({"params": [p for n, p in model.named_parameters() '
+                'if n.endswith("_shift")]}). '
+                "To keep the scales constant, call requires_grad_(False) on these parameters.",
                 stacklevel=3,
             )
     if not _undecided:
