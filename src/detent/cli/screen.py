@@ -67,7 +67,7 @@ class Screen:
             self._err.print(f"warning: {visible(text)}", style="yellow", soft_wrap=True)
 
     def passed(self, name: str, seconds: float) -> None:
-        """Print a line about a completed pass, unless a terminal shows a progress bar."""
+        """Print a line about a completed pass, unless it was short, or a terminal shows a progress bar."""
         if not self._err.is_terminal and seconds >= MIN_SECONDS_SHOWN:
             self.note(f"{name}: {seconds:.1f} s")
 

@@ -178,7 +178,7 @@ def _check_members(members: list[ZipInfo], size: int) -> None:
 
 
 def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
-    """Read the header of an array, and check that the file holds all bytes that type and shape need."""
+    """Read the header of an array, and check that the array has exactly the bytes that type and shape need."""
     what = f"array {name[:MAX_CHARS_SHOWN]!r}" if name else "the array"
     start = file.read(len(MAGIC) + 2)
     width = LENGTH_BYTES.get(start[-2]) if len(start) == len(MAGIC) + 2 else None  # major version
@@ -253,7 +253,7 @@ class InputInfo:
         ):
             sizes = ", ".join("any" if size is None else str(size) for size in expected)
             raise ShapeError(
-                f"{where}: input {self.name!r} has shape {shape}, but the model expects ({sizes}): reshape the array"
+                f"{where}: input {self.name!r} has shape {shape}, but the model expects ({sizes}): pass such arrays"
             )
         if shape and not shape[0]:
             raise ShapeError(
@@ -369,7 +369,7 @@ class Batches:
         return self.peek(1)[0]
 
     def peek(self, count: int) -> list[Feed]:
-        """Check and return up to ``count`` first batches; the next pass still begins with the first batch."""
+        """Check and return the first batches, at most ``count``; the next pass still begins with the first batch."""
         rest = self._begun if self._begun is not None else self._start()
         batches = list(islice(rest, count))
         self._begun = chain(batches, rest)

@@ -87,7 +87,7 @@ def _keep(graph: Graph, tensor: str, readers: list[NodeProto]) -> None:
 
 
 def share_floats(graph: Graph) -> list[str]:
-    """Insert a Max before each GELU whose operators read one dequantized tensor; return these tensors' names."""
+    """Insert a Max if several operators of a GELU read the same dequantized tensor; return the tensors' names."""
     shared = []
     for node in [each for each in graph.nodes if each.op_type == "Erf"]:
         scaled = graph.producer(node.input[0])

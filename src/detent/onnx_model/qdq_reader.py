@@ -89,7 +89,7 @@ def is_quantized(model: ModelProto, operators: tuple[str, ...] = QUANTIZERS) -> 
 def read_quantization(
     node: NodeProto, constants: Mapping[str, TensorProto], kind_of: Callable[[str], int] | None = None
 ) -> QdqParams | None:
-    """Read the parameters of a QuantizeLinear or DequantizeLinear node; return None if one is not a constant.
+    """Read the parameters of a QuantizeLinear or DequantizeLinear node; return None if a parameter is not constant.
 
     Args:
         node: a QuantizeLinear or DequantizeLinear node.
@@ -300,7 +300,7 @@ class QuantizedGraph:
         return [*notes, f"{what} in subgraphs of If, Loop or Scan {verb} not compared"] if count else notes
 
     def has_own_clip(self, quantizer: QuantizeNode) -> bool:
-        """Return whether detent wrote the Clip before a QuantizeLinear, which limits the codes that occur."""
+        """Return whether detent wrote a Clip before a QuantizeLinear, so that only some codes of the type occur."""
         is_clipped = quantizer.unclipped != quantizer.x and "_clipped" in quantizer.x
         return self.provenance is not None and is_clipped
 

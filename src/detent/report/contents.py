@@ -165,8 +165,8 @@ class _Weights:
     def comparable(self) -> list[str]:
         """Return the names of the layer outputs that can be compared with the float model.
 
-        With ``result``, these are the outputs of all layers. Without ``result``, these are outputs of the model, and
-        outputs of layers whose weight was only rounded.
+        With ``result``, these are the outputs of all layers. Without ``result``, these are layer outputs that are
+        also model outputs, and outputs of layers whose weight was only rounded or clipped.
         """
         return [
             layer.output

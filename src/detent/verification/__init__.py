@@ -1,7 +1,7 @@
 """Verification of a quantized file against its source: stored bits, computed results and integer kernels.
 
-``verify`` returns a ``VerifyReport``. The first call of ``verify`` imports ONNX, and PyTorch if needed. The
-import of ``detent.verification`` does not.
+``verify`` returns a ``VerifyReport``. ``import detent.verification`` loads neither PyTorch nor ONNX. The first call of
+``verify`` loads ONNX and ONNX Runtime.
 """
 
 from detent.verification.verify_call import verify

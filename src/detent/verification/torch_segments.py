@@ -6,8 +6,8 @@ values differ by rounding errors, and codes next to a rounding boundary may diff
 
 The bound on rounding errors is measured, because it depends on the operators: the model also runs in float64. In each
 tensor, source and file may differ by ``ERROR_RATIO`` times the largest difference between float32 and float64, plus
-``MAX_ULPS`` ulp of the largest value. Huge values, as in attention masks, have a separate bound. Each
-code must be between the codes of x - bound and x + bound.
+``MAX_ULPS`` ulp of the largest value. Huge values, as in attention masks, have a separate bound. Each code must
+be between the codes of x - bound and x + bound.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Defines ``dt.verify``, which imports ONNX Runtime when it is called, and PyTorch if the source needs it."""
+"""Defines ``dt.verify``, which imports ONNX and ONNX Runtime only when it is called."""
 
 from collections.abc import Iterable
 from os import PathLike
@@ -42,8 +42,7 @@ def verify(
         artifact: quantized model, as a path or in memory.
         data: batches, or a file or directory of batches as for ``qo.quantize``. A batch is a dict of arrays by input
             name, a tuple in the order of the inputs, or a single array. Each batch is read once; at most two are in
-            memory. Without data, level 1 does not compare activations, and the
-            other levels cannot run.
+            memory. Without data, level 1 does not compare activations, and the other levels cannot run.
         levels: one or several of 1, 2 and 3. None runs all levels if data is passed, otherwise level 1. Levels 1 and 2
             need recorded decisions: for files from other tools, which record no decisions, pass ``levels=3``.
         raise_on_difference: raise an exception if the report is not ok.
