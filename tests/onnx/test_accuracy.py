@@ -11,6 +11,7 @@ import detent.onnx as qo
 from detent.onnx import accuracy_passes, calibration, equalization, smoothquant
 from detent.onnx.bias_correction import corrected_biases
 from detent.onnx.decisions import Equalized, QuantizerPlacement, Smoothed
+from detent.onnx.fast_kernels import multiplications
 from detent.onnx.float_fallback import NoiseByLayer, choose_float
 from detent.onnx.graph_plan import LayerPlan
 from detent.onnx.layer_error import IsolatedLayers, ReferenceOutputs
@@ -159,7 +160,7 @@ def test_float_fallback_keeps_the_noisiest_layers_in_float(tmp_path):
     plan = qo.plan(qo.prepare(model))
     seen = qo.calibrate(plan, feeds)
     noise = NoiseByLayer(plan, choose_params(plan, seen), seen.samples[:1])
-    shares = choose_float(noise, plan, lambda names: plan.without(names, "noisy"))
+    shares = choose_float(noise, plan, multiplications(plan, feeds[0]), lambda names: plan.without(names, "noisy"))
     assert next(iter(shares)) in {"spread", "mix"}
     assert sum(shares.values()) <= 1
     assert shares[next(iter(shares))] >= 0.25
@@ -186,11 +187,25 @@ def test_float_fallback_searches_again_after_each_layer():
     def replan(names):
         return Mock(names=names, quantized=set(alone) - set(names))
 
-    shares = choose_float(noise, plan, replan)
+    work = {**dict.fromkeys(alone, 1.0), "large": 1000.0}
+    shares = choose_float(noise, plan, work, replan)
     assert list(shares) == ["a", "b", "c"], "one layer remains quantized"
     assert sum(shares.values()) == pytest.approx(9.4 / 9.5)
     plan.nbytes_before = 25  # a tenth of it holds two layers
-    assert list(choose_float(noise, plan, replan)) == ["a", "b"]
+    assert list(choose_float(noise, plan, work, replan)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("work", "nbytes", "expected"), [(1.0, 1, ["a"]), (100.0, 1, []), (1.0, 30, [])])
+def test_a_costly_layer_is_kept_in_float_only_if_that_halves_the_noise(work, nbytes, expected):
+    noise = Mock(spec=NoiseByLayer, count=1)
+    noise.noise_without.return_value = 1.0
+    noise.noise.return_value, noise.noise_of.return_value = 0.5, 0.6
+    noise.worst.return_value = ["a"]
+    plan = Mock(layers=[LayerPlan("a", "Conv", nbytes_before=nbytes), LayerPlan("b", "Conv")], nbytes_before=1000)
+    shares = choose_float(noise, plan, {"a": work, "b": 1000.0}, lambda names: Mock(quantized={"b"}))
+    assert list(shares) == expected
+    noise.noise_of.return_value = 0.4
+    assert list(choose_float(noise, plan, {"a": work, "b": 1000.0}, lambda names: Mock(quantized={"b"}))) == ["a"]
 
 
 def test_a_gemm_before_an_activation_keeps_its_integer_kernel():

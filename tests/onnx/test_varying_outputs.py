@@ -109,7 +109,7 @@ def test_passes_are_skipped_if_no_output_can_be_compared(feeds, caplog):
     with caplog.at_level(logging.INFO, "detent"):
         noise = NoiseByLayer(graph_plan, params, samples)
     assert noise.count == 0
-    assert choose_float(noise, graph_plan, lambda names: graph_plan.without(names, "noisy")) == {}
+    assert choose_float(noise, graph_plan, {}, lambda names: graph_plan.without(names, "noisy")) == {}
     assert "the shapes of all outputs depend on the data" in caplog.text
 
 

@@ -285,7 +285,7 @@ def _choose_quantizers(
     if options.keep_float == "auto":
         with running("float fallback"):
             replan = partial(_with_float, graph_plan, work, options, set(calibration.ranges))
-            shares = choose_float(noise, graph_plan, replan)
+            shares = choose_float(noise, graph_plan, work, replan)
     if shares:
         graph_plan = replan(list(shares))
         placements = graph_plan.placements(calibration.ranges)

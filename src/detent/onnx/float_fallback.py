@@ -5,7 +5,8 @@ float if all of these conditions hold:
 
 - Quantizing only this layer causes at least a quarter of the remaining noise.
 - All layers kept in float hold at most a tenth of the model's weight bytes.
-- Keeping the layer in float removes at least a tenth of the remaining noise.
+- Keeping the layer in float removes at least half of the remaining noise. A tenth is enough for a cheap layer: one with
+  at most 2 % of the multiplications and 1 % of the weight bytes.
 - Another layer remains quantized.
 
 The last condition matters if the noise is as large as the signal, because the errors of several layers may then cancel.
@@ -37,7 +38,8 @@ MIN_NOISE_SHARE = 0.25  # share of the remaining noise; with less, float weights
 MAX_WEIGHT_SHARE = 0.1  # share of the model's weight bytes; more would undo the compression
 MAX_LAYERS = 8  # limit on the layers kept in float
 NEGLIGIBLE_NOISE = 1e-3  # noise relative to the power of an output (30 dB); below it, no layer gets more precision
-MAX_REMAINING_NOISE = 0.9  # float fallback must remove at least 10 % of the noise
+MAX_REMAINING_NOISE, MAX_REMAINING_NOISE_CHEAP = 0.5, 0.9  # times the noise before; less must remain
+MAX_CHEAP_WORK, MAX_CHEAP_BYTES = 0.02, 0.01  # shares of the multiplications and of the weight bytes
 SEARCH_SAMPLES = 2  # samples for the search; candidates are then measured on all samples
 
 Array = NDArray[Any]
@@ -45,18 +47,27 @@ Feed = dict[str, Array]
 
 
 def choose_float(
-    noise: "NoiseByLayer", plan: GraphPlan, replan: Callable[[Sequence[str]], GraphPlan]
+    noise: "NoiseByLayer",
+    plan: GraphPlan,
+    work: Mapping[str, float],
+    replan: Callable[[Sequence[str]], GraphPlan],
 ) -> dict[str, float]:
     """Choose at most 8 layers to keep in float; the result maps their names to the share of the noise each removes.
 
-    The module docstring lists the conditions. The shares add up to at most 1. ``replan`` returns the plan with some
-    layers in float. It may change what precedes them, too, for example to keep their inputs quantized.
+    The module docstring lists the conditions. The shares add up to at most 1. ``work`` has the multiplications of each
+    layer. ``replan`` returns the plan with some layers in float. It may change what precedes them, too, for example to
+    keep their inputs quantized.
     """
     total = remaining = noise.noise_without()
     if not np.isfinite(total) or total <= NEGLIGIBLE_NOISE * noise.count:
         return {}
     sizes = {line.name: line.nbytes_before for line in plan.layers}
     spare = MAX_WEIGHT_SHARE * plan.nbytes_before
+    cheap = {
+        name
+        for name, size in sizes.items()
+        if work.get(name, 0.0) <= MAX_CHEAP_WORK * sum(work.values()) and size <= MAX_CHEAP_BYTES * plan.nbytes_before
+    }
     kept: dict[str, float] = {}
     rejected: set[str] = set()
     while len(kept) < MAX_LAYERS:
@@ -69,7 +80,8 @@ def choose_float(
         name = max(alone, key=lambda name: alone[name] / sizes[name])
         changed = replan([*kept, name])
         without = noise.noise_of(changed)
-        if changed.quantized and without < MAX_REMAINING_NOISE * remaining:
+        limit = MAX_REMAINING_NOISE_CHEAP if name in cheap else MAX_REMAINING_NOISE
+        if changed.quantized and without < limit * remaining:
             kept[name] = (remaining - without) / total
             remaining, spare = without, spare - sizes[name]
         else:
