@@ -46,7 +46,7 @@ def test_references_must_be_finite(value):
 
 
 def test_there_must_be_an_output():
-    with pytest.raises(UnsupportedError, match="no output of a float type"):
+    with pytest.raises(UnsupportedError, match="no float output, but"):
         OutputNoise([], [[]])
 
 

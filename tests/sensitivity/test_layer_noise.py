@@ -165,7 +165,7 @@ def test_uniform_and_mixed_options(sensitivity):
     assert sensitivity.uniform(FOUR).nbytes == 18
     with pytest.raises(SpecError, match="was not measured with"):
         sensitivity.uniform("int5/axis0")
-    with pytest.raises(SpecError, match="choose one for every layer"):
+    with pytest.raises(SpecError, match="expected one for every layer"):
         sensitivity.mixed({"a": FOUR})
 
 

@@ -6,9 +6,9 @@ nothing is held out: evaluation uses the first eight calibration batches, and ``
 SQNR = 10 log10(sum x^2 / sum (x - y)^2) in dB, over all batches. x is an output of the float model, and y is the same
 output of the quantized model. Only outputs of a float type have an SQNR. Top-1 agreement is the share of samples for
 which both models predict the same class. It needs a first output with one row of class scores, or one label, per
-sample. Outputs of integers or booleans have the share of equal elements instead of an SQNR. An output is not compared
-on batches for which the two models return different shapes; ``Accuracy.not_compared`` lists such outputs. True labels
-are not used: all metrics compare the quantized model with the float model.
+sample. For outputs of integers or booleans, the share of equal elements is measured instead of an SQNR. An output is
+not compared on batches for which the two models return different shapes; ``Accuracy.not_compared`` lists such outputs.
+True labels are not used: all metrics compare the quantized model with the float model.
 """
 
 from collections.abc import Mapping
@@ -69,8 +69,8 @@ def split_batches(model: ModelSource, data: BatchSource, batch_size: int | None 
     batches = open_batches(data, load_model(model).inputs, batch_size)
     if batches.count is None or not batches.is_repeatable:
         raise SpecError(
-            "cannot split data of unknown length, or data that can be read only once: pass a list, a file or a "
-            "directory"
+            "got data of unknown length, or data that can be read only once, which cannot be split: pass a list, a "
+            "file or a directory"
         )
     numbers = range(batches.count)
     if batches.count < MIN_BATCHES_TO_HOLD_OUT:
@@ -113,12 +113,12 @@ class Accuracy:
 
     @property
     def worst_output(self) -> str:
-        """Name of the output with the lowest SQNR; "" if no output has a float type."""
+        """Name of the output with the lowest SQNR, or "" if no output has a float type."""
         return worst_output(self.outputs_sqnr_db)
 
     @property
     def sqnr_db(self) -> float | None:
-        """Lowest SQNR of all outputs; None if no output has a float type."""
+        """Lowest SQNR of all outputs, or None if no output has a float type."""
         return self.outputs_sqnr_db.get(self.worst_output)
 
 

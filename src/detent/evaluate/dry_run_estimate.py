@@ -70,7 +70,7 @@ class DryRun:
 
     @property
     def memory_bound(self) -> int | None:
-        """Upper bound in bytes on how much memory quantization adds to this process; None if unknown."""
+        """Upper bound on the memory that quantization adds to this process, in bytes, or None if unknown."""
         return None if self.memory_growth is None else int(MARGIN * self.memory_growth) + SLACK_BYTES
 
     @property
@@ -205,7 +205,7 @@ def _quantize(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _memory(name: str) -> int | None:
-    """Return this process's resident memory in bytes: the current memory if ``name`` is "VmRSS", the peak if "VmHWM".
+    """Return this process's resident memory in bytes: the current value for ``name`` "VmRSS", the peak for "VmHWM".
 
     The result is None on systems other than Linux, because only Linux has the file that this function reads.
     """

@@ -76,9 +76,9 @@ class Evaluation:
             not run.
         sensitivity: output noise with one layer quantized at a time; None if it was not requested, could not run, or
             would take too long.
-        hints: options that make the quantized model faster, if it is only as fast as the float model.
+        hints: options that make the quantized model faster, if it is about as fast as the float model.
         warnings: warnings about accuracy on the evaluation batches, a slower quantized model, a target for another CPU,
-            and checks that could not run. The warnings of ``result`` about anything but accuracy are included.
+            and checks that could not run. Warnings of ``result`` that the evaluation does not replace are included.
     """
 
     source: LoadedModel
@@ -388,7 +388,9 @@ class _Evaluator:
 
         def check_cost(cost: qs.Cost) -> None:
             if cost.seconds_estimate > limit:
-                raise _TooLongError(f"the measurement would take too long ({cost}): run detent sensitivity")
+                raise _TooLongError(
+                    f"the measurement would take too long ({cost}): to measure it, run detent sensitivity"
+                )
 
         for samples in (RANKING_SAMPLES, 1):
             try:

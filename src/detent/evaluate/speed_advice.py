@@ -1,8 +1,8 @@
 """Advice for a quantized model that is not faster than its float model: slow layers, and options that help.
 
 The profile of ONNX Runtime holds the time of each node. A node belongs to a layer if it has the layer's name or output.
-If a layer runs in float, the DequantizeLinear node of its weight also belongs to the layer. The slow layers are those
-that lose the most time in the quantized model.
+If a layer runs in float, the DequantizeLinear node of its weight also belongs to the layer. The slow layers are the
+layers that lose the most time in the quantized model.
 
 An option is advised only if it helps. To find out, the float model is quantized again with this option, and timed. The
 options are fast storage of weights (``--prefer speed`` or a target for VNNI) and ``--skip``.
@@ -80,7 +80,7 @@ def advise(
         result: the report of ``qo.quantize``.
         timing: times of both models.
         feeds: batches for the profile.
-        measure: function that gets a model, and times both the float model and this model.
+        measure: function that receives a model, and times this model and the float model.
     """
     if timing.is_faster or result.plan.target.runtime != "onnxruntime":
         return SpeedAdvice()
@@ -123,13 +123,13 @@ def _options_text(options: Sequence[_Option], result: QuantizeReport) -> str:
         is_w8a8 = all(spec is None or spec.bits == BYTE for spec in specs)
         return NO_OPTION_HELPS if is_w8a8 else OTHER_RECIPE
     is_enough = any(option.ms < SAME_SPEED * option.float_ms for option in options)
-    rest = "" if is_enough else ". Still, quantizing does not make this model faster on this CPU"
+    rest = "" if is_enough else ". Even so, quantizing does not make this model faster than float on this CPU"
     return f"Options that help: {'; '.join(map(str, options))}{rest}"
 
 
 @dataclass(frozen=True)
 class _Trials:
-    """Options, tried on rewritten models. Only the times of these models matter, so any range and any codes will do."""
+    """Trials of options on rewritten models; only the times matter, so the models' ranges and codes are arbitrary."""
 
     source: LoadedModel
     result: QuantizeReport
@@ -156,7 +156,7 @@ class _Trials:
             )
 
     def skipping(self, names: Sequence[str]) -> Iterator[_Option]:
-        """Yield ``--skip`` of the first layer or of all layers in ``names``, whichever is faster, if it helps."""
+        """Yield ``--skip`` for the first layer or for all layers in ``names``: the faster of the two, if it helps."""
         plan, decisions = self.result.plan, self.result.decisions
         if decisions is None:
             return
@@ -215,7 +215,7 @@ class LayerTime(NamedTuple):
 
     @property
     def extra_ms(self) -> float:
-        """By how much the layer is slower in the quantized model."""
+        """Additional time of the layer in the quantized model, in milliseconds."""
         return self.quantized_ms - self.float_ms
 
     def __str__(self) -> str:

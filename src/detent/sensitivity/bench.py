@@ -2,7 +2,7 @@
 
 ``onnx_bench`` and ``torch_bench`` each implement a ``LayerRunner``. ``measure_all`` takes either runner, and loops over
 layer groups and candidates. This module also converts bit widths to specs, and counts the bytes of quantized weights.
-The number of bytes depends on the storage:
+The number of bytes depends on ``storage``:
 
 ===========  ==========================================================================================
 storage      contents of a weight of n elements at b bits
@@ -63,9 +63,9 @@ def as_widths(widths: Iterable[int | str]) -> dict[str, QuantSpec]:
         spec = _spec(width)
         label = spec_text(spec)
         if label is None:
-            raise SpecError(f"{width!r} in widths has no short text to label it: use a spec such as 'int4/group32'")
+            raise SpecError(f"got {width!r} in widths, which has no short text: use a spec such as 'int4/group32'")
         if label in specs:
-            raise SpecError(f"{width!r} is in widths twice: remove one of the two")
+            raise SpecError(f"got {width!r} twice in widths: remove one entry")
         specs[label] = spec
     if not specs:
         raise SpecError("widths is empty: pass e.g. widths=(3, 4, 6, 8), or None to measure the recipe")
@@ -91,7 +91,7 @@ def as_storage(value: str) -> Storage:
 
 
 def weight_nbytes(spec: QuantSpec, shape: tuple[int, ...], storage: Storage, *, is_matmul: bool) -> int:
-    """Return the size in bytes of a weight's codes, scales and zero points; "onnx" has 4-bit codes only for matmuls."""
+    """Return the bytes of a weight's codes, scales and zero points; in "onnx", only matmuls have 4-bit codes."""
     return stored_nbytes(spec, shape, onnx_widths(is_matmul=is_matmul) if storage == "onnx" else ())
 
 
@@ -120,7 +120,7 @@ class LayerRunner(Protocol):
         """Yield the float model's outputs of float type, batch by batch."""
 
     def tasks(self) -> Iterator[tuple[LayerGroup, str]]:
-        """Yield all pairs of a group and a candidate that the group supports, in the cheapest order."""
+        """Yield all supported (group, candidate) pairs, in the order that is cheapest to measure."""
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
         """Yield the outputs of float type, batch by batch, with some groups quantized.
@@ -136,8 +136,8 @@ class OutputNoise:
         self._names = list(names)
         if not self._names:
             raise UnsupportedError(
-                "the model has no output of a float type, and noise is measured only on such outputs: add a float "
-                "output, such as the logits"
+                "the model has no float output, but noise is measured only on float outputs: add a float output, "
+                "such as the logits"
             )
         self._reference = [list(batch) for batch in reference]
         self._powers = np.zeros(len(self._names))
@@ -159,7 +159,7 @@ class OutputNoise:
     def noise(self, outputs: Iterable[Sequence[Array]]) -> float:
         """Return noise power / signal power, as the mean over all outputs that are not all zero.
 
-        An output is left out for a batch if its shape differs from that in float, as it may after NonMaxSuppression. If
+        An output is left out for a batch if quantization changes its shape, as may happen after NonMaxSuppression. If
         all outputs are left out for all batches, the result is 1, as if the noise were as large as the signal.
         """
         noise, powers = np.zeros(len(self._names)), self._powers.copy()

@@ -9,8 +9,8 @@ This is the multiple-choice knapsack problem. It is solved exactly, by dynamic p
 The lower bound is the LP relaxation over the remaining layers, where a layer may use a weighted mean of two candidates.
 It needs only candidates on the lower convex hull of each layer's bytes and noise. At first, each layer uses its
 smallest candidate. A step replaces the candidate of one layer by the next larger candidate on the hull. The steps of
-all layers are taken in the order of gain per byte (Sinha and Zoltners 1979). After each whole step, the result is a
-choice of one candidate per layer, and no choice of the same size has less noise. ``hull_choices`` yields these choices.
+all layers are taken in the order of gain per byte (Sinha and Zoltners 1979). After each complete step, every
+layer has one candidate, and no choice of the same size has less noise. ``hull_choices`` yields these choices.
 
 Noise values differ by many powers of ten. So only non-negative numbers are added, and sums are never subtracted. Each
 sum is then accurate to a few ulp, even if the noise of other layers is far larger.
@@ -146,7 +146,7 @@ def _steps(fronts: Sequence[_Front]) -> list[_Step]:
 
 
 def _relaxed_choice(fronts: Sequence[_Front], budget: int) -> list[int]:
-    """Return a good choice by taking the steps in order. A layer stops at its first step that does not fit."""
+    """Return a good choice: take the steps in order; a layer stops at its first step that exceeds the budget."""
     at, stopped = [0] * len(fronts), set[int]()
     used = sum(int(front.nbytes[0]) for front in fronts)
     for step in _steps(fronts):
@@ -174,7 +174,7 @@ def _bounds(fronts: Sequence[_Front]) -> Iterator[Corners]:
 
 
 def _least_noise(spare: Integers, corners: Corners) -> Floats:
-    """Return the least noise of the LP relaxation with at most ``spare`` bytes; infinity if nothing fits.
+    """Return the least noise of the LP relaxation with at most ``spare`` bytes, or infinity if nothing fits.
 
     The result is a weighted sum of two corners, which is accurate even if one corner is far larger than the other;
     ``np.interp`` would be inaccurate.

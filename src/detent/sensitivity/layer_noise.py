@@ -46,8 +46,8 @@ OPTIONS_SHOWN = 4  # at most this many candidates are in a repr, so that the rep
 class LayerNoise:
     """Noise and size of one layer with each candidate.
 
-    Invariants: ``noise`` and ``nbytes`` have the same keys, and at least one. Noise is in 0..1e30. The order of
-    candidates does not change the hash.
+    Invariants: ``noise`` and ``nbytes`` have the same keys, at least one. Noise values are from 0 to 1e30. The
+    order of candidates does not change the hash.
 
     Attributes:
         elements: number of weight elements.
@@ -251,7 +251,8 @@ def _check_options(layers: Sequence[LayerNoise], options: Mapping[str, str]) -> 
         raise SpecError(f"layer {name!r} was not measured: choose candidates for measured layers only")
     for name in sorted(names - set(options)):
         raise SpecError(
-            f"no candidate was chosen for layer {name!r}: choose one for every layer ({FLOAT!r} keeps a layer in float)"
+            f"got no candidate for layer {name!r}, expected one for every layer: add it ({FLOAT!r} keeps the layer in "
+            "float)"
         )
     for layer in layers:
         option = options[layer.name]
@@ -268,7 +269,7 @@ class Sensitivity:
     ``str`` returns a table with the most sensitive layers first.
 
     Invariants: layer names, including those of tied layers, are unique. Every candidate of a layer is in ``options``.
-    With the largest candidate or float for each layer, all weights take at most 2**62 bytes.
+    All weights together take at most 2**62 bytes, even if each layer has its largest candidate or is float.
 
     Attributes:
         layers: the layers in the order of the model.
@@ -313,9 +314,7 @@ assuming that their noise adds.
             raise SpecError("got no layers or no candidates, expected at least one of each")
         names = [name for layer in self.layers for name in layer.names]
         if len(set(names)) != len(names) or len(set(self.options)) != len(self.options):
-            raise SpecError(
-                "got a layer name or a candidate twice, expected unique names, including those of tied layers"
-            )
+            raise SpecError("got a layer name or a candidate twice, expected unique names, also for tied layers")
         for layer in self.layers:
             unknown = [option for option in layer.noise if option not in self.options]
             if unknown:
@@ -391,7 +390,7 @@ assuming that their noise adds.
         """Return bytes and predicted SQNR of the best allocations, from the smallest to the largest.
 
         These allocations are the corners of the lower convex hull of bytes and noise. For a budget between two corners,
-        ``choose`` may find an allocation with less noise than that of the smaller corner.
+        ``choose`` may find an allocation with less noise than the smaller corner.
         """
         sizes = [[(layer.nbytes[option], noise) for option, noise in layer.noise.items()] for layer in self.layers]
         return tuple((nbytes, sqnr_of(noise)) for nbytes, noise in hull_choices(sizes))

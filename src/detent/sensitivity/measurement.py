@@ -1,7 +1,7 @@
 """Measure the sensitivity of layers, and search for mixed-precision allocations by running the model.
 
-``refine`` first runs allocations within the budget: the one with the smallest predicted noise, and every uniform one.
-From the best of these, it tries moves in the order of predicted noise. A move changes the candidate of one layer. If
+``refine`` first runs the allocation with the smallest predicted noise, and all uniform allocations within the budget.
+From the best allocation, it tries moves in the order of predicted noise. A move changes the candidate of one layer. If
 the new candidate takes too many bytes, a second layer gets a smaller candidate. Moves that reduce the measured noise
 are kept. The search ends when no move is left or the runs are used up.
 
@@ -36,7 +36,7 @@ Options = dict[str, str]
 
 
 def starting_points(sensitivity: Sensitivity, budget: int) -> list[Options]:
-    """Return allocations within the budget: the one with the smallest predicted noise, and every uniform one."""
+    """Return the allocation with the smallest predicted noise, and all uniform allocations, within the budget."""
     starts = [dict(sensitivity.choose(budget).options)]
     for option in sensitivity.options:
         try:
@@ -148,7 +148,7 @@ def measure(  # noqa: PLR0913 - the options of one job
             tuples of arguments, or dicts from argument names to values.
         recipe: selects the layers. Without ``widths``, the recipe is also the only candidate: weights and layer inputs
             are quantized as the recipe says. With ``qo.Decisions``, layers are measured with the params of the
-            quantized file. But ``refine`` and ``run_mix`` use only the specs in the decisions, and calibrate again.
+            quantized file; ``refine`` and ``run_mix`` use only the specs of the decisions, and calibrate again.
         widths: candidates for the weights: numbers of bits (symmetric, per-channel) or texts of specs, such as
             "int4/group32". Activations stay in float. None measures the recipe.
         samples: number of samples, counted along the first axis of the inputs. If possible, the last batch is cut to
@@ -183,7 +183,7 @@ def measure(  # noqa: PLR0913 - the options of one job
     if _is_decisions(recipe):
         decisions = cast("Decisions", recipe)
         if specs is not None:
-            raise SpecError("got decisions and widths, but decisions contain specs: pass only one of the two")
+            raise SpecError("got decisions and widths, but decisions already contain specs: pass one or the other")
         from detent.sensitivity.onnx_bench import open_decisions  # noqa: PLC0415 - imports ONNX Runtime
 
         runner: LayerRunner = open_decisions(_as_source(model), data, decisions, count, skipped, stored)
@@ -222,7 +222,7 @@ def refine(
         announce: as for ``measure``.
 
     Returns:
-        The best allocation, with its measured SQNR. Its SQNR is at least that of each allocation at the start.
+        The best allocation, with its measured SQNR. No allocation at the start of the search has a higher SQNR.
 
     Raises:
         SpecError: no allocation fits the budget, ``runs`` is too small, or the model lacks a measured layer.

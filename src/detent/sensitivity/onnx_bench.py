@@ -157,8 +157,8 @@ def open_decisions(
     quantized = [each for each in quantized if each.name not in skipped]
     if not quantized:
         raise UnsupportedError(
-            "no layer can be measured: the decisions quantize no layer, or skip= matches all that they quantize. "
-            "Pass fewer names as skip=, or pass other decisions"
+            "no layer can be measured, because the decisions quantize no layer, or skip= matches every quantized "
+            "layer: pass fewer names as skip=, or other decisions"
         )
     name = Recipe.from_json(decisions.recipe).name if decisions.recipe else ""
     specs = {name or "recipe": {each.name: each.weight_params.spec for each in quantized}}
@@ -214,12 +214,12 @@ def _rule_per_layer(quantized: Iterable[LayerPlan | LayerDecision], name: str) -
 
 
 def _calibrated(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> Calibration | None:
-    """Return a calibration if the plan quantizes activations, else None; the default observer is "minmax"."""
+    """Calibrate the model if the plan quantizes activations, else return None; the default observer is "minmax"."""
     return calibrate(graph_plan, feeds, observer="minmax") if graph_plan.placements() else None
 
 
 def _input_params(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> dict[str, QuantParams]:
-    """Return the params of each layer's quantized input, as ``qo.quantize`` would write them."""
+    """Return the params of each layer's quantized input, from the observer of its rule, or from the min-max range."""
     calibration = _calibrated(graph_plan, feeds)
     if calibration is None:
         return {}

@@ -56,7 +56,9 @@ def first_samples(data: object, limit: int) -> tuple[list[Arguments], int]:
         if count >= limit:
             break
     if not calls:
-        raise SpecError("data has no batches: if it is an iterator that was used before, pass a list")
+        raise SpecError(
+            "got no batches, expected at least one: if data is an iterator that was used before, pass a list"
+        )
     return calls, count
 
 
@@ -165,7 +167,10 @@ def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model).eval()
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise UnsupportedError(f"copy.deepcopy failed, and measuring needs a copy of the model: {error}") from error
+        raise UnsupportedError(
+            f"measuring needs a copy of the model, but copy.deepcopy failed: {error}. Change the model so that "
+            "copy.deepcopy(model) works"
+        ) from error
 
 
 def _prepared(model: nn.Module, recipe: Recipe, calls: Sequence[Arguments]) -> list[FakeQuantize]:
