@@ -394,7 +394,7 @@ def test_without_an_output_the_file_is_written_next_to_the_model(tmp_path):
 def test_a_model_in_memory_needs_an_output(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for model in (conv_chain(), load_model(conv_chain())):
-        with pytest.raises(SpecError, match=r"only a model from a file has a default output: pass output='quan"):
+        with pytest.raises(SpecError, match=r"a model in memory has no default output: pass output='quan"):
             qo.quantize(model, data=FEEDS)
     with pytest.raises(SpecError, match="expected the model as a path"):
         qo.quantize(3, data=FEEDS)

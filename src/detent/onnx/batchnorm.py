@@ -5,7 +5,7 @@ Conv, ConvTranspose    followed by BatchNormalization
 Conv, ConvTranspose    followed by Add, Sub, Mul or Div with a scalar or per-channel constant
 ====================== ==============================================
 
-Then a Q/DQ pair can follow the layer directly, and runtimes can fuse the two.
+Then a Q/DQ pair can follow the layer directly, and runtimes can fuse the layer with the Q/DQ pair.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ EPSILON = 1e-5  # default epsilon of BatchNormalization
 
 
 def fold(graph: Graph) -> int:
-    """Fold constant arithmetic after layers into the layers; returns the number of removed nodes."""
+    """Fold constant arithmetic after layers into the layers, and return the number of removed nodes."""
     removed = 0
     for node in list(graph.nodes):
         while node.op_type in FOLDED and _fold_next(graph, node):
@@ -35,7 +35,7 @@ def fold(graph: Graph) -> int:
 
 
 def _fold_next(graph: Graph, layer: NodeProto) -> bool:
-    """Fold the node after a layer into the layer; returns False if that is not possible."""
+    """Fold the node after a layer into the layer; return False if the node cannot be folded."""
     result = layer.output[0]
     if any(name and name not in graph.constants for name in layer.input[1:]):
         return False
@@ -80,7 +80,7 @@ def _along(layer: NodeProto, weight: Array, gain: Array) -> Array:
 
 
 def _affine(graph: Graph, node: NodeProto, x: str, channels: int, rank: int) -> tuple[Array, Array] | None:
-    """Return the per-channel gain and offset of a node that multiplies or adds constants; None for other nodes."""
+    """Return the per-channel gain and offset of a node that multiplies or adds constants, or None for other nodes."""
     if node.op_type == "BatchNormalization":
         return _batch_norm(graph, node, x)
     if node.op_type not in {"Add", "Sub", "Mul", "Div"} or len(node.input) != 2:

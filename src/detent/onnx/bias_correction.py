@@ -23,7 +23,7 @@ CHANNEL_AXES = {"Conv": 1, "Gemm": -1}  # channel axis of the output, by operato
 
 
 class CorrectedBias(NamedTuple):
-    """A layer's corrected bias; if the layer's input is float, also the range of the input in the samples."""
+    """Corrected bias of a layer, and the range of the layer's input in the samples if the input is float."""
 
     bias: Array
     input_range: tuple[float, float] | None = None
@@ -34,8 +34,8 @@ def corrected_biases(
 ) -> dict[str, CorrectedBias]:
     """Return the corrected biases of the plan's Conv and Gemm layers, by layer name.
 
-    ``params`` holds the parameters of quantized tensors, by tensor name. The mean errors are those of the first
-    ``samples``.
+    ``params`` maps tensor names to the parameters of quantized tensors. The mean errors are measured on the first
+    ``samples`` samples.
     """
     lines = {line.name: line for line in plan.quantized if line.type in CHANNEL_AXES}
     if not lines:

@@ -6,7 +6,8 @@ so the data may be read several times.
 
 Each tensor gets its min-max range or the clipping range of its observer; the default observer finds the MSE-optimal
 range. The MSE-optimal range is not always best for the layer that reads the tensor: a few large values may matter most.
-So, if layers read a tensor, it gets whichever of the two ranges gives the smaller error at these layers' outputs.
+So, without an observer from the user, ``choose_clipped`` selects the tensors for which clipping reduces the error at
+the outputs of these layers. ``range_search`` then compares ranges by the noise at the outputs of the model.
 
 A tensor that reaches a model output without passing through a quantized layer is never clipped. Clipping the scores of
 a detector improves their SQNR, but loses the detections.
@@ -54,7 +55,7 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-FLOAT_FAILS = "the float model itself computes NaN, so fix the model, or remove this batch"
+FLOAT_FAILS = "the float model computes NaN on this batch: fix the model, or remove the batch"
 Feed = dict[str, Array]
 Progress = bool | Callable[[int, int | None], object]
 MAX_REMAINING_NOISE = 0.98  # clipping must remove at least 2 % of the noise
@@ -69,8 +70,8 @@ class Calibration:
         samples: samples of the data, for accuracy passes that run the model again (see ``detent.onnx.samples``).
         batches: number of calibration batches.
         fingerprint: SHA-256 of all batches.
-        scaled: for each tensor that is a constant times another tensor, (other tensor, constant); such tensors are not
-            observed.
+        scaled: maps each tensor that is a constant multiple of another tensor to (other tensor, constant). Such tensors
+            are not observed.
         summary: number of samples and ranges of inputs, for warnings.
 
     >>> from detent.observers import MinMax
@@ -174,7 +175,7 @@ def calibrate_groups(
             iter(stream) if batches.count is None else stream, part, progress=progress, resume_file=resume_file
         )
     if not sampled.count:
-        raise NotCalibratedError("calibration got no batches: pass at least one")
+        raise NotCalibratedError("got no calibration batches, expected at least one: pass batches as data")
     group_of = {each.tensor: each.group for each in placements}
     scaled = {each.tensor: (group_of[each.source_tensor], each.factor) for each in placements if each.source_tensor}
     chosen = samples or sampled.samples
@@ -223,7 +224,7 @@ class _SampledBatches:
 
 
 class _Stream:
-    """Yields the tensors of each batch by name; when the caller has observed them, checks them for NaN."""
+    """Iterable of dicts of tensors by name, one per batch; checks a batch for NaN after the caller has observed it."""
 
     def __init__(
         self,
@@ -343,7 +344,7 @@ def range_decisions(
 
 
 def _bounded(params: QuantParams, placement: QuantizerPlacement) -> QuantParams:
-    """Shrink the scale until the largest code stands for at most the upper bound of the Clip before the tensor.
+    """Shrink the scale until the value of the largest code is at most the upper bound of the Clip before the tensor.
 
     The Clip is then redundant.
     """

@@ -143,7 +143,7 @@ def _nodes(between: _Between) -> tuple[NodeProto, ...]:
 
 
 def _result(graph: Graph, node: NodeProto) -> str:
-    """Return a layer's output, or that of the activation function after it if the function is in ``HOMOGENEOUS``."""
+    """Return a layer's output, or the output of an activation function in ``HOMOGENEOUS`` after the layer."""
     result = node.output[0]
     readers = graph.consumers(result)
     passes = len(readers) == 1 and readers[0].op_type in HOMOGENEOUS and readers[0].input[0] == result
@@ -151,7 +151,7 @@ def _result(graph: Graph, node: NodeProto) -> str:
 
 
 class _Channels:
-    """Per-channel ranges of a tensor in each half of the samples, and parts of it on which errors are measured."""
+    """Per-channel ranges of a tensor in each half of the samples, and the parts of the tensor for measuring errors."""
 
     def __init__(self) -> None:
         self.lo, self.hi = np.zeros((2, 1), np.float32), np.zeros((2, 1), np.float32)  # one row per half
@@ -187,7 +187,7 @@ def _observed_channels(plan: GraphPlan, between: list[_Between], samples: Sequen
 def _best_strength(
     plan: GraphPlan, readers: Sequence[LayerPlan], channels: _Channels, weights: list[Array]
 ) -> tuple[float, Array, float] | None:
-    """Return the best strength, its factors, and the fraction of noise that remains; None if the gain is too small.
+    """Return the best strength, its factors, and the fraction of noise that remains, or None if the gain is too small.
 
     The factors of each half of the samples are evaluated on the other half.
     """

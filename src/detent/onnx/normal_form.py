@@ -57,8 +57,8 @@ def convert(
             converted = version_converter.convert_version(model, opset)
         except Exception as error:
             raise UnsupportedError(
-                f"the model has opset {own_opset}, Q/DQ nodes need opset {opset}, and onnx cannot convert the model: "
-                f"export it with opset {opset}. The error of onnx was: {error}"
+                f"the model has opset {own_opset}, but Q/DQ nodes need opset {opset}, and onnx failed to convert the "
+                f"model: export the model with opset {opset}. The error of onnx was: {error}"
             ) from error
         present = {entry.domain for entry in converted.opset_import}
         for entry in model.opset_import:
@@ -130,8 +130,8 @@ def prepare(
     Args:
         source: a path or a model.
         low_bits: True for 4-bit, 16-bit or per-group Q/DQ nodes, which need opset 21.
-        feed: model inputs by name. If the opset is converted, the model runs on them before and after, and the outputs
-            are compared.
+        feed: model inputs by name. If the opset is converted, the model runs on these inputs before and after the
+            conversion, and the outputs are compared.
         force: accept a model that is already quantized.
 
     Raises:
@@ -162,7 +162,7 @@ def to_normal_form(
     feed: Mapping[str, NDArray[Any]] | None = None,
     force: bool = False,
 ) -> NormalForm:
-    """Convert a model from ``load`` to the form at the top of this module; the model may be changed in place."""
+    """Convert a model from ``load`` to the form that the module docstring defines; may change the model in place."""
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     _check_supported(model, force=force)
@@ -280,7 +280,7 @@ def _flatten_biases(graph: Graph) -> None:
 
 
 def _merge_biases(graph: Graph) -> bool:
-    """Merge each MatMul of 2-D data with the Add of its bias into a Gemm; returns whether the graph changed.
+    """Merge each MatMul of 2-D data with the Add of its bias into a Gemm; return whether the graph changed.
 
     ONNX Runtime also merges a MatMul of data with more axes, if the sizes of these axes are known. The merged layer
     would run in float. So the bias gets three axes, which prevents the merge.
@@ -304,7 +304,7 @@ def _merge_biases(graph: Graph) -> bool:
 
 
 def _bias_after(graph: Graph, node: NodeProto) -> NodeProto | None:
-    """Return the Add of a constant bias, if the weight is constant and only the Add reads the MatMul; else None."""
+    """Return the only reader of a MatMul if it adds a constant bias and the weight is constant, otherwise None."""
     weight, result = node.input[1], node.output[0]
     readers = graph.consumers(result)
     is_inner = len(readers) == 1 and result not in graph.outputs and result not in graph.captured
@@ -407,7 +407,7 @@ def _check_decided(
 
 
 def _is_rounded(computed: NDArray[Any], value: NDArray[Any], *, adds: bool) -> bool:
-    """Whether ``value`` equals ``computed`` up to rounding; sums may also differ by their accumulation order."""
+    """Return whether ``value`` equals ``computed`` up to rounding; sums may also differ by their accumulation order."""
     finite = np.isfinite(computed)
     if not np.array_equal(value[~finite], computed[~finite], equal_nan=True) or not np.isfinite(value[finite]).all():
         return False
@@ -419,7 +419,7 @@ def _is_rounded(computed: NDArray[Any], value: NDArray[Any], *, adds: bool) -> b
 
 
 def _evaluate(graph: Graph, nodes: list[NodeProto], outputs: list[str]) -> dict[str, NDArray[Any]]:
-    """Compute outputs of constant nodes, except outputs that fail; computes none if the nodes read too many bytes."""
+    """Compute outputs of constant nodes, except outputs that fail; return {} if the nodes read too many bytes."""
     read = {name for node in nodes for name in node.input if name in graph.constants}
     if not outputs or sum(array_of(graph.constants[name]).nbytes for name in read) > MAX_FOLDED_BYTES:
         return {}

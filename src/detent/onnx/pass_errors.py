@@ -1,4 +1,4 @@
-"""The passes of ``qo.quantize``: the time that each takes, and errors for bugs in them.
+"""Passes of ``qo.quantize``: measure the time of each pass, and report bugs with the name of the pass.
 
 The message about a bug names the pass and, if known, the node or tensor. A bug is an exception that was not raised on
 purpose. DetentErrors, system errors (memory, disk) and errors in the caller's code, such as data that fails to load,
@@ -86,7 +86,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _place(frame: FrameType) -> str:
-    """Describe the node, layer or tensor that a frame's local variables hold; "" if they hold no such value."""
+    """Describe the node, layer or tensor in a frame's local variables; return "" if there is no such variable."""
     for name in _VARIABLES:
         value = frame.f_locals.get(name)
         if isinstance(value, NodeProto):

@@ -97,7 +97,7 @@ class LayerReport:
 
     @property
     def float_reason(self) -> str:
-        """Why the layer does not run on an integer kernel; "" if it does."""
+        """Why the layer does not run on an integer kernel, or "" if it does."""
         if self.reason or self.runs_on_integer_kernel:
             return self.reason
         if not self.input:
@@ -122,7 +122,7 @@ class QuantizeReport:
         hints: advice for running the file.
         decisions: all decisions; ``qo.rewrite`` makes the same quantized model from them.
         not_compared: why an output was not compared on some batches, by output name.
-        warnings: low accuracy, a larger file, suspicious data, layers in float; ``detent.evaluate`` also checks speed.
+        warnings: warnings about low accuracy, a larger file, suspicious data, and layers in float.
         samples: number of calibration samples.
         passes: maps the name of each pass to its wall time in seconds.
 
@@ -249,10 +249,11 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         bias_correction: add the mean error of a layer's output to the layer's bias.
         equalize: apply cross-layer equalization to convolutions where it helps.
         smooth: apply SmoothQuant to matmuls where it helps.
-        prefer: "balanced" stores weights with 7 bits, because fast kernels are exact on every CPU then. The few layers
+        prefer: "balanced" stores 8-bit weights with 7 bits, so that fast kernels are exact on every CPU. The few layers
             that lose the most accuracy get 8 bits. "speed" stores all weights with 7 bits, "accuracy" all with 8 bits.
-            Targets for VNNI always store 8 bits: their fast kernels are exact then. "accuracy" also keeps the outputs
-            of last convolutions in float, for all targets.
+            Targets for VNNI always store 8 bits, because fast kernels with VNNI are exact at 8 bits. "accuracy" also
+            keeps the outputs of last convolutions in float, for all targets. "speed" also keeps ConvTranspose layers in
+            float if the runtime has no integer kernel for them.
         effort: how much is measured. "fast" compares candidates only at single layers, and has no float fallback.
             "balanced" also measures the noise at the outputs, on 2 samples of a large model, up to 32 of a small one.
             "best" uses 32 samples of models up to 3 billion multiplications.
@@ -311,8 +312,8 @@ def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path
             return default_output(model_path, recipe)
         load_model(model)  # rejects anything that is not a model
         raise SpecError(
-            "output is missing, and only a model from a file has a default output: pass output='quantized.onnx', or "
-            "call qo.rewrite(model, qo.decide(model, data)) to get a model instead of a file"
+            "output is missing, but a model in memory has no default output: pass output='quantized.onnx', or call "
+            "qo.rewrite(model, qo.decide(model, data)) to get a model instead of a file"
         )
     if not isinstance(output, str | PathLike):
         raise SpecError(
@@ -351,7 +352,7 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
 ) -> Decisions:
     """Decide how to quantize a model; ``qo.rewrite`` applies the decisions.
 
-    Arguments and errors are those of ``qo.quantize``, without ``output`` and ``compare``.
+    Arguments and errors are the same as for ``qo.quantize``, but without ``output`` and ``compare``.
 
     >>> import numpy as np, detent.onnx as qo
     >>> from onnx import parser
@@ -422,7 +423,7 @@ def _checked_data(model: LoadedModel, data: BatchSource | None, recipe: Recipe) 
 
 
 def _needs_low_bits(recipe: Recipe) -> bool:
-    """Whether a recipe needs 4-bit, 16-bit or per-group Q/DQ pairs, which only newer opsets have."""
+    """Return whether a recipe needs 4-bit, 16-bit or per-group Q/DQ pairs, which only newer opsets have."""
     for rule in recipe.rules:
         for spec, is_stored_in_4 in ((rule.weight, True), (rule.input, False), (rule.output, False)):
             if spec is None:

@@ -10,8 +10,8 @@ tensor on which no quantized layer depends is also kept in float.
 
 The output of an operator that only moves data (MaxPool, Reshape, Transpose, ...) has the parameters of its input. A
 multiplication by a positive constant keeps the codes and changes only the scale, at no run-time cost. Other scalar
-constants in a chain get a Q/DQ pair for the operator that reads them. So do gates from outside the chain, such as the
-sigmoid of a squeeze-and-excitation block.
+constants in a chain get a Q/DQ pair for the operator that reads them. Gates from outside the chain, such as the sigmoid
+of a squeeze-and-excitation block, also get a Q/DQ pair.
 """
 
 from collections.abc import Collection, Mapping
@@ -46,8 +46,7 @@ def place_quantizers(
     """Place the Q/DQ pairs of activations, in graph order.
 
     If ``ranges`` of activations are passed, a Concat whose inputs have very different ranges ends a chain (see the
-    module docstring).
-    The outputs of ``last_layers`` are quantized, although they lead to no quantized layer.
+    module docstring). The outputs of ``last_layers`` are also quantized, although no quantized layer follows.
     """
     return _Placer(graph, layers, specs, ranges, last_layers).run()
 
@@ -73,7 +72,7 @@ class _Placer:
         self.gate_spec = next(iter(specs.values()), QuantSpec("uint8"))
 
     def _leading(self) -> set[str]:
-        """Find the tensors on which a layer with a quantized input depends."""
+        """Find all tensors from which a path leads to a layer with a quantized input; a path ends at a Shape node."""
         leading = set(self.readers)
         for node in reversed(self.graph.nodes):
             if node.op_type != "Shape" and leading & set(node.output):
@@ -116,23 +115,23 @@ class _Placer:
         return placements
 
     def _needs_codes(self, node: NodeProto, bound: NodeProto | None) -> bool:
-        """Whether the output of a node in a chain (see the module docstring) is quantized."""
+        """Return whether the output of a node in a chain (see the module docstring) is quantized."""
         result = node.output[0] if bound is None else bound.output[0]
         if id(node) in self.last_nodes:
             return result not in self.graph.captured
         return result in self.leading and not self._escapes(node, bound)
 
     def _is_coarse(self, node: NodeProto, spec: QuantSpec) -> bool:
-        """Whether a spec has too few bits for the output of a last layer."""
+        """Return whether a spec has too few bits for the output of a last layer."""
         return id(node) in self.last_nodes and spec.bits < LAST_SPEC.bits
 
     def _finest_spec(self, tensor: str, default: QuantSpec) -> QuantSpec:
-        """Return the input spec with the most bits among the layers that read a tensor; ``default`` if none do."""
+        """Return the input spec with the most bits of all layers that read a tensor, or ``default`` without readers."""
         specs = [self.specs[name] for name in self.readers.get(tensor, ())]
         return max(specs, key=lambda spec: spec.bits, default=default)
 
     def _bound_after(self, node: NodeProto) -> NodeProto | None:
-        """Return the only node that reads a node's output, if it is a Relu or a Clip with lower bound 0; else None."""
+        """Return the only reader of a node's output if it is a Relu, or a Clip with lower bound 0; otherwise None."""
         result = node.output[0]
         readers = self.graph.consumers(result)
         if len(readers) != 1 or readers[0].op_type not in {"Relu", "Clip"} or result in self.graph.outputs:
@@ -140,7 +139,7 @@ class _Placer:
         return readers[0] if _limits(self.graph, readers[0])[0] == 0 else None
 
     def _escapes(self, node: NodeProto, bound: NodeProto | None) -> bool:
-        """Whether the output of a node, or of the Relu or Clip after it, is a model output or is read by a subgraph."""
+        """Return whether the output of a node or of its Relu or Clip is a model output, or is read by a subgraph."""
         names = [node.output[0], *([] if bound is None else [bound.output[0]])]
         return any(name in self.graph.outputs or name in self.graph.captured for name in names)
 
@@ -160,7 +159,7 @@ class _Placer:
         return self.chain[chained[0]].spec
 
     def _is_scalar(self, name: str) -> bool:
-        """Whether a tensor is a float constant of one element."""
+        """Return whether a tensor is a float constant of one element."""
         tensor = self.graph.constants.get(name)
         return tensor is not None and tensor.data_type == TensorProto.FLOAT and prod(tensor.dims) == 1
 
@@ -175,7 +174,7 @@ class _Placer:
                 self.gate_spec = spec
 
     def _scaled_by(self, node: NodeProto) -> float | None:
-        """Return the positive constant by which a node multiplies a tensor of a chain; None if it does not do so.
+        """Return the positive constant by which a node multiplies a tensor of a chain, or None for other nodes.
 
         The module docstring explains chains. The result is also None if a float operator reads the product.
         """

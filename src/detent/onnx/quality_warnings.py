@@ -1,8 +1,9 @@
-"""Warnings about a quantized model: low accuracy, a larger file, suspicious data, layers that do not run on integers.
+"""Warnings about a quantized model: low accuracy, a larger file, suspicious data, layers without integer kernels.
 
-Each warning has a code, which does not change between versions, and a text that says what to do. ``qo.quantize`` warns
-about what it can see itself. ``detent.evaluate`` adds held-out accuracy and speed. A warning never stops the job;
-``detent quantize --strict`` ends with exit code 1 if there are any.
+Each warning has a code, which does not change between versions, and a text that says what to do. ``qo.quantize``
+measures accuracy on calibration samples. ``detent.evaluate`` measures accuracy on held-out batches, and adds the
+warnings "slower", "target" and "not-run". A warning never stops the job; ``detent quantize --strict`` ends with exit
+code 1 if there are any.
 
 ===================== ==========================================================================================
 code                  condition
@@ -76,7 +77,7 @@ class QuantizeWarning(NamedTuple):
 
 
 class LayerRow(Protocol):
-    """A row of a ``QuantizeReport``, as far as warnings need it."""
+    """Fields of a ``QuantizeReport`` row that warnings need."""
 
     @property
     def name(self) -> str: ...
@@ -125,7 +126,7 @@ def quantize_warnings(
     comparison: OutputComparison,
     data: DataSummary | None,
 ) -> tuple[QuantizeWarning, ...]:
-    """Return the warnings that ``qo.quantize`` can give: all except those about speed and the target."""
+    """Return the warnings of ``qo.quantize``: all codes except "slower", "target" and "not-run"."""
     warnings = list(accuracy_warnings(comparison))
     before, after = sizes
     if after > before:
@@ -187,7 +188,7 @@ def _data_warnings(plan: GraphPlan, data: DataSummary) -> Iterator[QuantizeWarni
 
 
 def _expects_small_values(plan: GraphPlan, name: str) -> bool:
-    """Whether layers read an input without rescaling it, and have filters that are too large for values up to 255."""
+    """Return whether layers read an input without rescaling, with filters that are too large for values up to 255."""
     layers = [layer for layer in plan.layers_by_name.values() if layer.shape and layer.node.op_type != "Gather"]
     readers = [layer for layer in layers if trace_back(layer.data, plan.graph.producer, UNCHANGING) == name]
     for layer in readers:
@@ -223,7 +224,7 @@ def _layer_warnings(plan: GraphPlan, layers: Sequence[LayerRow]) -> Iterator[Qua
 
 
 def _runs_as_planned(layer: LayerRow, *, has_inputs: bool) -> bool:
-    """Whether a layer runs on an integer kernel; for weight-only recipes, whether it is quantized."""
+    """Return whether a layer runs on an integer kernel; for weight-only recipes, whether it is quantized."""
     return layer.runs_on_integer_kernel if has_inputs else not layer.reason
 
 

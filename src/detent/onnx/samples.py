@@ -51,7 +51,7 @@ class Samples(NamedTuple):
     def of(cls, samples: Sequence[Feed], every: int, compared: int) -> "Samples":
         """Split the first ``every`` samples.
 
-        Fitted values are evaluated on at most ``compared`` of them, on at most ``MAX_EVALUATED``, and on at most half.
+        Fitted values are evaluated on ``min(compared, MAX_EVALUATED, half)`` samples, but on at least one sample.
         """
         samples = samples[:every]
         count = len(samples) - min(compared, MAX_EVALUATED, len(samples) // 2)
@@ -98,7 +98,7 @@ class SampleChooser:
 
 
 def choose_samples(model: ModelProto, batches: Batches) -> tuple[Feed, ...]:
-    """Choose samples from all batches; from the first batches if the batches can be read only once."""
+    """Choose samples from all batches, or from the first batches if the data can be read only once."""
     chooser = SampleChooser(model, inputs_of(model))
     for feed in batches if batches.is_repeatable else _first(batches):
         chooser.add(feed)
@@ -106,7 +106,7 @@ def choose_samples(model: ModelProto, batches: Batches) -> tuple[Feed, ...]:
 
 
 def _first(batches: Batches) -> list[Feed]:
-    """Return the first batches of an iterator, up to the limits; the next pass still begins with them."""
+    """Return the first batches of an iterator, up to the limits; the next pass still begins with the first batch."""
     feeds = batches.peek(1)
     while sum(map(samples_in, feeds)) < MAX_SAMPLES and sum(map(_nbytes, feeds)) < MAX_SAMPLE_BYTES:
         more = batches.peek(len(feeds) + 1)
@@ -121,7 +121,7 @@ def _nbytes(feed: Feed) -> int:
 
 
 def _computes_each_sample(model: ModelProto, feed: Feed) -> bool:
-    """Whether the model computes the same outputs for the first sample of a batch as for the whole batch."""
+    """Return whether the model computes the same outputs for the first sample of a batch as for the whole batch."""
     session, names = make_session(model), array_outputs(model)
     if not names:  # for an empty list, ONNX Runtime would compute all outputs
         return False
@@ -136,7 +136,7 @@ def _computes_each_sample(model: ModelProto, feed: Feed) -> bool:
 
 
 def _is_first(one: Array, whole: Array, count: int) -> bool:
-    """Whether ``one`` is the first of ``count`` rows of ``whole``, but for rounding."""
+    """Return whether ``one`` equals the first of ``count`` rows of ``whole``, except for rounding."""
     if one.shape != (1, *whole.shape[1:]) or whole.shape[:1] != (count,):
         return False
     if one.dtype.kind != "f":

@@ -5,7 +5,7 @@ r"""SmoothQuant: moves outliers from the input channels of a matmul into its wei
 
 No strength alpha fits all layers. So each tensor X gets the strength with the smallest error at the outputs of the
 layers that read it. If no strength helps enough, X is not smoothed. Strengths are evaluated on rows that did not
-determine the factors: an outlier in a few rows is often chance, and factors that fit chance increase the error.
+determine the factors: an outlier in a few rows is often random, and factors fitted to it increase the error.
 
 The division is folded into the normalization before X if no other node reads X. Otherwise, a Mul node is inserted.
 
@@ -44,7 +44,7 @@ MAX_REMAINING_NOISE = 0.7  # with a Mul node, smoothing must remove at least 30 
 
 
 def choose(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[Smoothed, ...]:
-    """Choose factors for the inputs of matmuls where they reduce the output error."""
+    """Choose factors for inputs of matmuls; keep only factors that clearly reduce the output error."""
     groups: dict[str, list[str]] = defaultdict(list)
     specs: dict[str, tuple[QuantSpec, QuantSpec]] = {}
     for line in plan.quantized:
@@ -105,7 +105,7 @@ def _matrix(graph: Graph, layer: Layer) -> Array:
 def _best_strength(
     halves: tuple[Array, Array], weights: list[Array], specs: list[tuple[QuantSpec, QuantSpec]]
 ) -> tuple[float, Array, float] | None:
-    """Return the best strength, its factors, and the fraction of noise that remains; None if there is no noise."""
+    """Return the best strength, its factors, and the fraction of noise that remains, or None if there is no noise."""
     whole = np.concatenate(halves)
     references = [[x @ weight for weight in weights] for x in halves]
     powers = [[max(noise(each, np.zeros_like(each)), 1e-30) for each in half] for half in references]
@@ -151,7 +151,7 @@ def _factors(x: Array, w: Array, strength: float) -> Array:
 
 
 def _norm_before(graph: Graph, tensor: str, names: Sequence[str]) -> list[tuple[NodeProto, int]] | None:
-    """Find the constants of the normalization before a tensor; None if they cannot absorb the division."""
+    """Find the constants of the normalization before a tensor; return None if they cannot absorb the division."""
     readers = graph.consumers(tensor)
     if tensor in graph.outputs or tensor in graph.captured or {graph.node_name(each) for each in readers} != set(names):
         return None

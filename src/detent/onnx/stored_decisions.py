@@ -1,6 +1,6 @@
 """Decisions stored in the metadata of a quantized file.
 
-They are stored as the JSON of ``Decisions``, with six differences that shrink it to a few percent of the file:
+The decisions are stored as the JSON of ``Decisions``, with six changes that shrink it to a few percent of the file:
 
 - Fields of the metadata entry ``detent`` (target, source, data, recipe, options, version of detent) are not repeated.
 - Fields with default values are left out, and so is a placement's ``group`` if it is the placement's own tensor.
@@ -9,7 +9,7 @@ They are stored as the JSON of ``Decisions``, with six differences that shrink i
   ``{"fill": number, "dtype": ..., "shape": [...]}``        one number repeated; dtype is left out for float32
   ``{"base85": text, "dtype": ..., "shape": [...]}``        its little-endian bytes (see ``base64.b85decode``)
 - Zero points are left out if all of them are 0. Float32 numbers have only as many digits as they need.
-- Each spec is written once, in the list ``specs``; a number refers to its place in this list.
+- Each spec is written once, in the list ``specs``; other fields contain the index of the spec in this list.
 - The range of a group is the entry ``range`` of the group's first placement.
 
 Files are untrusted: the size of the file limits the sizes of arrays, and ``Decisions`` checks all other values.
@@ -93,7 +93,7 @@ def _with_range(placement: dict[str, Any], ranges: Mapping[str, Any]) -> dict[st
 
 
 def why_unreadable(provenance: Provenance | None) -> str:
-    """Explain why this version of detent cannot apply the decisions of a file; "" if it can."""
+    """Return why this version of detent cannot apply the decisions of a file, or "" if it can."""
     if provenance is None or provenance.decisions is None:
         return "the file carries no decisions, which qo.quantize writes into the metadata of its files"
     for name, expected in (("version", VERSION), ("rewrite_version", REWRITE_VERSION)):
@@ -146,7 +146,8 @@ def _read(provenance: Provenance, reader: "_Reader") -> Decisions:
     repeated = sorted(_REPEATED.keys() & (provenance.decisions or {}).keys())
     if repeated:
         raise FileFormatError(
-            f"{WHERE}: unexpected keys {repeated}, expected them in the metadata entry 'detent', not in the decisions"
+            f"{WHERE}: got the keys {repeated} in the decisions, expected them only in the metadata entry 'detent': "
+            "quantize again"
         )
     _take_ranges(entry)
     for name, cls in _PARTS.items():
@@ -201,7 +202,7 @@ class _Specs:
 
 
 def _unread(value: object) -> object:
-    raise TypeError(f"internal error: stored decisions can only be read here, got {type(value).__name__} to write")
+    raise TypeError(f"internal error: stored decisions can only be read, got {type(value).__name__} to write")
 
 
 def _defaults(cls: type) -> dict[str, Any]:
