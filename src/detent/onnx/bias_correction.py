@@ -1,4 +1,4 @@
-"""Bias correction: the mean error of each output channel is added to the layer's bias.
+"""Bias correction: changes a layer's bias to cancel the mean error of each output channel.
 
 The method is from Nagel et al. 2019, "Data-Free Quantization". Rounding errors of weights do not cancel if inputs have
 a nonzero mean, as after a Relu. The mean error is measured on samples of the calibration data. If the layer's input is

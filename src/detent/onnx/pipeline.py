@@ -246,7 +246,7 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         skip: names or glob patterns of layers to keep in float.
         keep_float: "auto" enables float fallback: a small layer is kept in float if it alone causes over a quarter of
             the noise at the outputs. "none" disables it.
-        bias_correction: add the mean error of a layer's output to the layer's bias.
+        bias_correction: change biases to cancel the mean error of each output channel.
         equalize: apply cross-layer equalization to convolutions where it helps.
         smooth: apply SmoothQuant to matmuls where it helps.
         prefer: "balanced" stores 8-bit weights with 7 bits, so that fast kernels are exact on every CPU. The few layers
