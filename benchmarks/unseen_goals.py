@@ -20,6 +20,7 @@ MAX_TIME_EXCESS = 1.05  # time / time of ONNX Runtime's file
 MAX_SIZE_EXCESS = 1.03  # size / size of the smallest file
 MAX_COST, MAX_FAST_COST = 4.0, 2.0  # CPU time to quantize / CPU time of ONNX Runtime's MinMax
 MIN_COST_SECONDS = 1.0  # shorter CPU times are not compared
+SAME_TIME = 1.05  # time / float time; detent warns only about slower files
 SLOWER = "slower"  # a word of the warning about a file that is slower than float
 
 
@@ -80,7 +81,7 @@ def _speed(row: dict, best: dict) -> list[str]:
         failures.append(f"time {ratio:.2f} of float, ONNX Runtime's {other:.2f}")
     elif other is not None and ratio > MAX_TIME_EXCESS * other:
         failures.append(f"time {ratio / other:.2f}x of ONNX Runtime's file")
-    if ratio > 1 and not any(SLOWER in warning for warning in row.get("warnings", ())):
+    if ratio > SAME_TIME and not any(SLOWER in warning for warning in row.get("warnings", ())):
         failures.append("slower than float without a warning")
     return failures
 

@@ -29,6 +29,7 @@ from tools.file_quantizers import TRANSFORMER, UNSEEN_TOOLS, Attempt, Feed
 from unseen_files import CALIBRATION, HELD_OUT, facts, feeds, float_file, write_files
 
 import detent as dt
+from detent.evaluate import time_models
 from detent.metrics import sqnr_db
 from zoo import agreement
 
@@ -50,8 +51,16 @@ def quantize(name: str, tool: str, output: Path, attempt: int) -> dict:
     source, kind = float_file(name), facts(name)["kind"]
     result = work(one, attempts(tool, kind)[attempt], source, output, feeds(name, CALIBRATION))
     if one.is_ours and "failed" not in result:
-        result |= _verified(source, output, feeds(name, HELD_OUT)[:VERIFIED_FEEDS])
+        held_out = feeds(name, HELD_OUT)
+        result |= _verified(source, output, held_out[:VERIFIED_FEEDS])
+        result["warnings"] = [*result["warnings"], *_slower(source, output, held_out[:TIMED_FEEDS])]
     return result
+
+
+def _slower(source: Path, output: Path, runs: Sequence[Feed]) -> list[str]:
+    """Return the warning of `detent quantize` about a file that is slower than float, without its advice."""
+    timing = time_models(source, output, runs)
+    return [f"the quantized model is slower than the float model: {timing}"] if timing.is_slower else []
 
 
 def _verified(source: Path, output: Path, runs: Sequence[Feed]) -> dict:

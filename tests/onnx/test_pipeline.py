@@ -10,8 +10,8 @@ from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 import detent as dt
 import detent.onnx as qo
 from detent.errors import FileFormatError, SpecError
-from detent.onnx import accuracy_passes
-from detent.onnx_model import TARGETS, Graph, Provenance, load_model, make_session, save
+from detent.onnx import accuracy_passes, calibration
+from detent.onnx_model import TARGETS, Graph, Provenance, load_model, make_session, save, sessions
 
 FEEDS = images(6)
 
@@ -223,6 +223,25 @@ def test_budget_takes_tensors_in_groups_and_changes_nothing(tmp_path):
     assert quantize(conv_chain(), tmp_path, memory_budget=10_000).output.read_bytes() == whole
     with pytest.raises(dt.SpecError, match="data is a one-shot iterator"):
         quantize(conv_chain(), tmp_path, iter(FEEDS), memory_budget=10_000)
+
+
+def test_all_passes_record_at_most_the_budget_or_one_tensor(tmp_path, monkeypatch):
+    recorded = []
+    record = sessions.record
+
+    def watch(*arguments, **options):
+        for tensors in record(*arguments, **options):
+            recorded.append([array.nbytes for name, array in tensors.items() if name != "x"])
+            yield tensors
+
+    for module in (sessions, calibration):
+        monkeypatch.setattr(module, "record", watch)
+    for model, data, budget in ((conv_chain(), FEEDS, 10_000), (mlp(), rows(6), 500)):
+        recorded.clear()
+        quantize(model, tmp_path, data, memory_budget=budget)
+        assert recorded
+        assert all(sum(sizes) <= budget or len(sizes) == 1 for sizes in recorded)
+        assert quantize(model, tmp_path, data).decisions == quantize(model, tmp_path, data, memory_budget=1).decisions
 
 
 def test_interrupted_calibration_resumes(tmp_path):

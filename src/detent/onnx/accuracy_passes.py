@@ -198,14 +198,14 @@ def decide_with_data(
         # If batches are not cut, a whole batch is a sample.
         per_sample = sum(work.values()) * samples_in(chosen[0]) / samples_in(batches.check_first())
         samples = EFFORTS[options.effort].samples(chosen, per_sample)
-    graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, samples, options)
+    graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, samples, options, run.memory_budget)
     if groups is not None and observed_tensors(graph_plan) != [name for group in groups for name in group]:
         groups = _tensor_groups(graph_plan, batches, run)  # SmoothQuant inserted Mul nodes
     progress = True if run.progress is None else run.progress
     with running("calibration"):
         calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.resume_file, chosen)
-    isolated = IsolatedLayers(graph_plan, samples.every)
-    choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options)
+    isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
+    choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run.memory_budget)
     graph_plan = choice.plan
     placements, used = placed(graph_plan, graph_plan.placements(calibration.ranges), choice.ranges.params)
     decisions = replace(
@@ -257,6 +257,7 @@ def _choose_quantizers(
     samples: Samples,
     work: Mapping[str, float],
     options: Options,
+    memory_budget: int | None,
 ) -> _Choice:
     """Choose ranges of activations, bits of weights, and layers to keep in float."""
     with running("choosing ranges"):
@@ -273,7 +274,7 @@ def _choose_quantizers(
         noise = NoiseByLayer(graph_plan, ranges.params, samples.compared)
     if clipped is not None:
         with running("searching ranges"):
-            ranges = _searched_ranges(noise, graph_plan, placements, calibration, clipped, samples)
+            ranges = _searched_ranges(noise, graph_plan, placements, calibration, clipped, samples, memory_budget)
             noise.set_params({name: each for name, each in ranges.params.items() if noise.can_replace(name)})
     widened: dict[str, float] = {}
     if can_widen:
@@ -305,11 +306,12 @@ def _searched_ranges(
     calibration: Calibration,
     clipped: frozenset[str],
     samples: Samples,
+    memory_budget: int | None,
 ) -> ChosenRanges:
     """Search ranges on the samples; with too few of them, all ranges are min-max ranges."""
     if len(samples.every) < MIN_RANGE_SAMPLES:
         return ChosenRanges(choose_params(placements, calibration, ()), frozenset())
-    bounds = SampleBounds.measure(graph_plan, calibration, samples.every)
+    bounds = SampleBounds.measure(graph_plan, calibration, samples.every, memory_budget)
     first = len(samples.every) - len(samples.compared)
     return search_ranges(noise, placements, calibration, clipped, bounds, first)
 
@@ -322,7 +324,7 @@ def _with_float(
 
 
 def _equalize_and_smooth(
-    graph_plan: GraphPlan, samples: Samples, options: Options
+    graph_plan: GraphPlan, samples: Samples, options: Options, memory_budget: int | None
 ) -> tuple[GraphPlan, tuple[Equalized, ...], tuple[Smoothed, ...]]:
     """Return the plan of the equalized and smoothed model, and the factors."""
     equalized: tuple[Equalized, ...] = ()
@@ -331,25 +333,29 @@ def _equalize_and_smooth(
     noise: float | None = None
     if options.equalize:
         with running("equalization"):
-            equalized = equalization.choose(graph_plan, samples.fitted)
+            equalized = equalization.choose(graph_plan, samples.fitted, memory_budget)
             if equalized:
                 changed = graph_plan.with_model(equalization.apply(copied(graph_plan.model), equalized))
-                noises = _min_max_noises("equalization", (graph_plan, changed), evaluated)
+                noises = _min_max_noises("equalization", (graph_plan, changed), evaluated, memory_budget)
                 equalized, graph_plan, noise = (
                     (equalized, changed, noises[1]) if noises[1] <= noises[0] else ((), graph_plan, noises[0])
                 )
     if options.smooth:
         with running("SmoothQuant"):
-            smoothed = smoothquant.choose(graph_plan, samples.fitted, seed=options.seed)
+            smoothed = smoothquant.choose(graph_plan, samples.fitted, seed=options.seed, memory_budget=memory_budget)
             if smoothed:
                 changed = graph_plan.with_model(smoothquant.apply(copied(graph_plan.model), smoothed))
-                noises = _min_max_noises("SmoothQuant", (graph_plan, changed), evaluated, noise)
+                noises = _min_max_noises("SmoothQuant", (graph_plan, changed), evaluated, memory_budget, noise)
                 smoothed, graph_plan = (smoothed, changed) if noises[1] <= noises[0] else ((), graph_plan)
     return graph_plan, equalized, smoothed
 
 
 def _min_max_noises(
-    name: str, plans: tuple[GraphPlan, GraphPlan], samples: Sequence[Feed], before: float | None = None
+    name: str,
+    plans: tuple[GraphPlan, GraphPlan],
+    samples: Sequence[Feed],
+    memory_budget: int | None,
+    before: float | None = None,
 ) -> tuple[float, float]:
     """Measure the noise at the outputs before and after the pass ``name``, with min-max ranges; 0 without samples.
 
@@ -359,7 +365,8 @@ def _min_max_noises(
     if not samples:
         return 0.0, 0.0
     try:
-        noises = _min_max_noise(plans[0], samples) if before is None else before, _min_max_noise(plans[1], samples)
+        first = _min_max_noise(plans[0], samples, memory_budget) if before is None else before
+        noises = first, _min_max_noise(plans[1], samples, memory_budget)
     except NotCalibratedError as error:
         _log.info("%s changes nothing: the noise at the outputs cannot be measured: %s", name, error)
         return 0.0, inf
@@ -372,10 +379,11 @@ def _percent(before: float, after: float) -> float:
     return 100 * (after / max(before, 1e-30) - 1)
 
 
-def _min_max_noise(graph_plan: GraphPlan, samples: Sequence[Feed]) -> float:
+def _min_max_noise(graph_plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None) -> float:
     """Measure the noise at the outputs with min-max ranges."""
     batches = open_batches(samples, inputs_of(graph_plan.model))
-    calibration = calibrate_groups(graph_plan, batches, None, "minmax", False, None, tuple(samples))
+    groups = None if memory_budget is None else tensor_groups(graph_plan, batches, memory_budget)
+    calibration = calibrate_groups(graph_plan, batches, groups, "minmax", False, None, tuple(samples))
     params = choose_params(graph_plan.placements(calibration.ranges), calibration, ())
     return NoiseByLayer(graph_plan, params, samples).noise_without()
 

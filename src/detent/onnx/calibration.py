@@ -34,7 +34,7 @@ from detent.onnx.quality_warnings import DataSummary
 from detent.onnx.samples import SampleChooser
 from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
 from detent.onnx_model.graph import Graph, reads
-from detent.onnx_model.sessions import record, tensor_nbytes
+from detent.onnx_model.sessions import record, split_by_bytes
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.rule import ObserverLike, ObserverSpec, get_observer_spec
@@ -262,22 +262,11 @@ def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[s
 
     A tensor that is larger than the budget is a group of its own.
     """
-    model, names = plan.model, observed_tensors(plan)
-    intermediate = [name for name in names if name not in plan.graph.inputs]
-    sizes = tensor_nbytes(model, intermediate, batches.check_first())
-    groups: list[list[str]] = [[]]
-    group_bytes = 0
-    for name in names:
-        size = sizes.get(name, 0)
-        if groups[-1] and group_bytes + size > budget:
-            groups.append([])
-            group_bytes = 0
-        groups[-1].append(name)
-        group_bytes += size
+    groups = split_by_bytes(plan.model, observed_tensors(plan), batches.check_first(), budget)
     if len(groups) > 1 and not batches.is_repeatable:
         raise SpecError(
-            f"memory_budget={budget:,} needs {len(groups)} passes over the data ({sum(sizes.values()):,} bytes of "
-            "activations per batch), but data is a one-shot iterator: pass a list, a file or a directory"
+            f"memory_budget={budget:,} needs {len(groups)} passes over the data, but data is a one-shot iterator: "
+            "pass a list, a file or a directory"
         )
     return groups
 

@@ -28,7 +28,7 @@ from detent.onnx.graph_plan import GraphPlan, LayerPlan, weight_params
 from detent.onnx.layer_error import Probe, gain_db, mean_power, noise, part_of
 from detent.onnx_model.graph import Graph, attribute_of
 from detent.onnx_model.layers import Layer
-from detent.onnx_model.sessions import record
+from detent.onnx_model.sessions import record_in_parts
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 
@@ -53,14 +53,17 @@ class _Between:
     readers: tuple[NodeProto, ...]
 
 
-def choose(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[Equalized, ...]:
-    """Choose factors for tensors between convolutions; keep only factors that reduce the readers' output error."""
+def choose(plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None = None) -> tuple[Equalized, ...]:
+    """Choose factors for tensors between convolutions; keep only factors that reduce the readers' output error.
+
+    ``memory_budget`` limits the bytes of activations in memory.
+    """
     lines = {line.name: line for line in plan.quantized if line.type == "Conv" and line.input is not None}
     graph = plan.graph
     between = [each for each in _between(graph) if all(graph.node_name(reader) in lines for reader in each.readers)]
     if not between or not samples:
         return ()
-    channels = _observed_channels(plan, between, samples)
+    channels = _observed_channels(plan, between, samples, memory_budget)
     weights = {graph.node_name(node): graph.array(node.input[1]) for each in between for node in _nodes(each)}
     chosen = []
     for each in between:
@@ -174,11 +177,13 @@ class _Channels:
         return result
 
 
-def _observed_channels(plan: GraphPlan, between: list[_Between], samples: Sequence[Feed]) -> dict[str, _Channels]:
+def _observed_channels(
+    plan: GraphPlan, between: list[_Between], samples: Sequence[Feed], memory_budget: int | None
+) -> dict[str, _Channels]:
     channels = {each.tensor: _Channels() for each in between}
-    for tensors in record(plan.model, channels, samples):
+    for _, tensors in record_in_parts(plan.model, channels, samples, memory_budget):
         for each in between:
-            if tensors[each.tensor].size:
+            if each.tensor in tensors and tensors[each.tensor].size:
                 layers = [plan.layers_by_name[plan.graph.node_name(node)] for node in each.readers]
                 channels[each.tensor].observe(tensors[each.tensor], layers, len(samples))
     return channels

@@ -24,7 +24,7 @@ from detent.onnx_model.files import copied
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of
 from detent.onnx_model.layers import Layer
 from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, needs_clip
-from detent.onnx_model.sessions import make_session, ort_errors, record
+from detent.onnx_model.sessions import make_session, ort_errors, record_in_parts
 from detent.onnx_model.targets import Target
 from detent.params import QuantParams
 
@@ -73,23 +73,27 @@ class Probe:
 class IsolatedLayers:
     """Runs each quantized layer of a plan by itself, on a part of the layer's input in the sample batches.
 
-    The whole model runs once per sample to record all layers' inputs, when ``inputs`` is first called for that sample.
-    The more samples there are, the smaller is the part of the input that is used in each sample.
+    When ``inputs`` is first called, the model runs on all samples and records the layers' inputs. ``memory_budget``
+    limits the bytes that are recorded at once. The more samples there are, the smaller is the part of the input that is
+    used in each sample.
     """
 
-    def __init__(self, plan: GraphPlan, samples: Sequence[Feed]) -> None:
+    def __init__(self, plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None = None) -> None:
         self._layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
         self._probes: dict[str, Probe] = {}
-        self._inputs: list[Mapping[str, Array]] = []
+        self._inputs: list[dict[str, Array]] | None = None
+        self._model, self._samples, self._budget = plan.model, samples, memory_budget
         self.count = len(samples)
-        self._recorded = record(plan.model, [layer.data for layer in self._layers.values()], samples)
 
     def inputs(self, sample: int) -> Mapping[str, Array]:
         """Return a part of each layer's input in a sample, by layer name."""
-        while len(self._inputs) <= sample:
-            tensors = next(self._recorded)
-            parts = {name: part_of(layer, tensors[layer.data], self.count) for name, layer in self._layers.items()}
-            self._inputs.append(parts)
+        if self._inputs is None:
+            self._inputs = [{} for _ in self._samples]
+            tensors = [layer.data for layer in self._layers.values()]
+            for i, recorded in record_in_parts(self._model, tensors, self._samples, self._budget):
+                for name, layer in self._layers.items():
+                    if layer.data in recorded:
+                        self._inputs[i][name] = part_of(layer, recorded[layer.data], self.count)
         return self._inputs[sample]
 
     def run(self, name: str, x: Array, weight: Array) -> Array:

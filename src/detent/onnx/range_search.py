@@ -11,7 +11,7 @@ that are in no fold:
   tensor with fixed bounds, such as the output of a Sigmoid, has a small deviation, and so almost no margin. All tensors
   have the same margin: the smallest one whose noise is close to the least.
 - The clipped range of the observer, for tensors that ``choose_clipped`` selects. First all of these tensors are clipped
-  together, then each half of them, each quarter, and so on. Clipping is kept only if it lowers the noise by 1 dB.
+  together, then each half of them, each quarter, and so on. Clipping is kept only if it removes a tenth of the noise.
 
 A fold is small, because a model sees more data in use than in calibration: ranges of 8 samples are tested on 32.
 """
@@ -35,7 +35,7 @@ __all__ = ["MIN_SAMPLES", "ChosenRanges", "SampleBounds", "search_ranges"]
 Array = NDArray[Any]
 Feed = dict[str, Array]
 
-MARGINS = (0.0, 0.5, 1.0, 2.0, 3.0)  # in standard deviations
+MARGINS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)  # in standard deviations
 MIN_SAMPLES = 4  # with fewer samples, ranges are not searched
 FOLDS, MIN_FOLD_SAMPLES = 4, 4  # there are only two folds if four would be smaller
 MAX_EXCESS_NOISE = 1.26  # times the least noise of all margins (1 dB); the smallest margin below it is chosen
@@ -59,10 +59,14 @@ class SampleBounds:
         self.folds = FOLDS if count >= FOLDS * MIN_FOLD_SAMPLES else 2
 
     @classmethod
-    def measure(cls, plan: GraphPlan, calibration: Calibration, samples: Sequence[Feed]) -> "SampleBounds":
-        """Run the float model on the samples."""
+    def measure(
+        cls, plan: GraphPlan, calibration: Calibration, samples: Sequence[Feed], memory_budget: int | None = None
+    ) -> "SampleBounds":
+        """Run the float model on the samples; ``memory_budget`` limits the bytes of activations in memory."""
         names = list(calibration.observers)
-        return cls({name: calibration.range(name) for name in names}, tensor_bounds(plan.model, names, samples))
+        return cls(
+            {name: calibration.range(name) for name in names}, tensor_bounds(plan.model, names, samples, memory_budget)
+        )
 
     def range(self, tensor: str, margin: float, fold: int | None = None) -> tuple[float, float]:
         """Return the range of a tensor with a margin, without all samples that are not in ``fold``; None for all data.

@@ -27,7 +27,7 @@ from detent.onnx.graph_plan import GraphPlan, weight_params
 from detent.onnx.layer_error import gain_db, noise
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of
 from detent.onnx_model.layers import Layer
-from detent.onnx_model.sessions import record
+from detent.onnx_model.sessions import record_in_parts
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.spec import QuantSpec
@@ -43,7 +43,9 @@ MAX_REMAINING_NOISE_FOLDED = 0.95  # without a Mul node, smoothing must remove a
 MAX_REMAINING_NOISE = 0.7  # with a Mul node, smoothing must remove at least 30 %
 
 
-def choose(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[Smoothed, ...]:
+def choose(
+    plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0, memory_budget: int | None = None
+) -> tuple[Smoothed, ...]:
     """Choose factors for inputs of matmuls; keep only factors that clearly reduce the output error."""
     groups: dict[str, list[str]] = defaultdict(list)
     specs: dict[str, tuple[QuantSpec, QuantSpec]] = {}
@@ -53,7 +55,7 @@ def choose(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[
             specs[line.name] = line.input, line.weight
     if not groups or not samples:
         return ()
-    rows = _rows(plan.model, list(groups), samples, np.random.default_rng(seed))
+    rows = _rows(plan.model, list(groups), samples, seed, memory_budget)
     chosen = []
     for tensor, names in groups.items():
         if tensor not in rows:  # the tensor is empty
@@ -80,18 +82,19 @@ def apply(model: ModelProto, smoothed: Sequence[Smoothed]) -> ModelProto:
 
 
 def _rows(
-    model: ModelProto, tensors: list[str], samples: Sequence[Feed], rng: np.random.Generator
+    model: ModelProto, tensors: list[str], samples: Sequence[Feed], seed: int, memory_budget: int | None
 ) -> dict[str, tuple[Array, Array]]:
     """Sample rows of each tensor in two halves; each half also holds the per-channel maxima and minima as rows."""
     kept: dict[str, tuple[list[Array], list[Array]]] = defaultdict(lambda: ([], []))
     per_sample = max(1, SAMPLED_ROWS // len(samples))
-    for number, recorded in enumerate(record(model, tensors, samples)):
+    generators = {name: np.random.default_rng([seed, i]) for i, name in enumerate(tensors)}
+    for number, recorded in record_in_parts(model, tensors, samples, memory_budget):
         for name, values in recorded.items():
             flat = values.reshape(-1, values.shape[-1])
             parts = [flat] if len(samples) > 1 else [flat[0::2], flat[1::2]]
             for half, part in enumerate(parts, number):
                 if len(part):
-                    chosen = rng.choice(len(part), min(per_sample, len(part)), replace=False)
+                    chosen = generators[name].choice(len(part), min(per_sample, len(part)), replace=False)
                     kept[name][half % 2].extend([part[np.sort(chosen)], part.max(0)[None], part.min(0)[None]])
     return {name: (np.concatenate(a), np.concatenate(b)) for name, (a, b) in kept.items() if a and b}
 

@@ -53,7 +53,9 @@ __all__ = [
     "optimized",
     "ort_errors",
     "record",
+    "record_in_parts",
     "runtime_record",
+    "split_by_bytes",
     "tensor_bounds",
     "tensor_nbytes",
     "without_weights",
@@ -425,14 +427,40 @@ def tensor_nbytes(
     return {name: FLOAT_NBYTES * prod(shapes[name]) for name in names}
 
 
-def tensor_bounds(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed]) -> dict[str, tuple[Array, Array]]:
-    """Map the names of tensors to the smallest and the largest value in each batch; 0 for an empty tensor."""
+def split_by_bytes(model: ModelProto, names: Iterable[str], feeds: Feed, budget: int | None) -> list[list[str]]:
+    """Split the names of tensors into parts that each take at most ``budget`` bytes for one batch; None for one part.
+
+    A tensor that is larger than the budget is a part of its own. Inputs of the model take no bytes.
+    """
+    names = list(dict.fromkeys(names))
+    if budget is None or not names:
+        return [names]
+    inputs = Graph(model).inputs
+    sizes = tensor_nbytes(model, [name for name in names if name not in inputs], feeds)
+    parts: list[list[str]] = [[]]
+    nbytes = 0
+    for name in names:
+        size = sizes.get(name, 0)
+        if parts[-1] and nbytes + size > budget:
+            parts.append([])
+            nbytes = 0
+        parts[-1].append(name)
+        nbytes += size
+    return parts
+
+
+def tensor_bounds(
+    model: ModelProto, names: Iterable[str], feeds: Sequence[Feed], budget: int | None = None
+) -> dict[str, tuple[Array, Array]]:
+    """Map the names of tensors to the smallest and the largest value in each batch; 0 for an empty tensor.
+
+    ``budget`` limits the bytes of the tensors in memory; a small budget needs several runs of the model per batch.
+    """
     bounds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
-    for tensors in record(model, bounds, feeds):
+    for _, tensors in record_in_parts(model, bounds, feeds, budget):
         for name, array in tensors.items():
             for each, value in zip(bounds[name], (array.min(initial=inf), array.max(initial=-inf)), strict=True):
                 each.append(float(value) if array.size else 0.0)
-        tensors.clear()  # free the tensors before the model runs on the next batch
     return {name: (np.array(lo), np.array(hi)) for name, (lo, hi) in bounds.items()}
 
 
@@ -476,6 +504,20 @@ def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, th
         arrays = {name: results[name] if name in results else feed[name] for name in tensors}
         del results
         yield arrays
+
+
+def record_in_parts(
+    model: ModelProto, names: Iterable[str], feeds: Sequence[Feed], budget: int | None = None
+) -> Iterator[tuple[int, Feed]]:
+    """Run a model on each batch; yield the number of the batch and some of the tensors, by name.
+
+    The tensors that are yielded together take at most ``budget`` bytes, unless one of them is larger. For each part of
+    the tensors, the model runs on all batches. The tensors are freed when the next ones are computed.
+    """
+    for part in split_by_bytes(model, names, feeds[0], budget) if feeds else ():
+        for number, tensors in enumerate(record(model, part, feeds)):
+            yield number, tensors
+            tensors.clear()
 
 
 @contextmanager
