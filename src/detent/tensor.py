@@ -212,7 +212,7 @@ class QuantizedTensor:
     def __hash__(self) -> int:
         if self._shared:
             raise DtypeError(
-                "this tensor has no hash, because its codes may change with the array out: call quantize without out"
+                "this tensor has no hash, because its codes are in the array passed as out=: call quantize without out="
             )
         return hash((self._shape, self._dtype, self._params, self.codes.tobytes()))
 

@@ -1,6 +1,7 @@
 """A bug in a pass becomes a DetentError with the pass and the node; errors of the caller are not changed."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -122,3 +123,26 @@ def test_a_report_has_the_time_of_each_pass(tmp_path):
         fast = qo.decide(conv_chain(), images(2), progress=False, effort="fast")
     assert fast.layers
     assert {name for name, _ in names} < set(report.passes), "fast has fewer passes"
+
+
+def test_a_long_job_announces_the_time_of_each_effort(monkeypatch):
+    texts = []
+    with listening(lambda *_: None, texts.append):
+        qo.decide(conv_chain(), images(2), progress=False)
+        assert texts == [], "a short job announces nothing"
+        monkeypatch.setattr(accuracy_passes, "MIN_SECONDS_ANNOUNCED", 0.0)
+        qo.decide(conv_chain(), images(2), progress=False, effort="fast")
+    (text,) = texts
+    assert re.fullmatch(
+        r"effort fast takes about \d+ s on this machine \(balanced about \d+ s, best about \d+ s\)", text
+    )
+
+
+def test_a_search_is_estimated_to_take_longer_than_a_fast_job(monkeypatch):
+    texts = []
+    monkeypatch.setattr(accuracy_passes, "MIN_SECONDS_ANNOUNCED", 0.0)
+    monkeypatch.setattr(accuracy_passes, "_duration", lambda seconds: f"{seconds:.9f}")
+    with listening(lambda *_: None, texts.append):
+        qo.decide(conv_chain(), images(8), progress=False)
+    balanced, fast, best = map(float, re.findall(r"about ([\d.]+)", texts[0]))
+    assert fast < balanced <= best

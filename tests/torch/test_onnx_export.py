@@ -845,7 +845,7 @@ def activation(spec: Any, mode: Any = None, **options: Any) -> Any:
         (
             dt.QuantSpec("uint8", "axis1", qmax=9),
             {"shape": (2, 4)},
-            "only the codes 0..9 of the type are used",
+            "data must be clipped to the codes 0..9",
         ),
     ],
     ids=["per batch", "token", "reciprocal", "half away", "float8", "narrow channels"],

@@ -254,7 +254,7 @@ def _run(
     data = None if split is None else split.calibration
     batches = "" if data is None else f" with {counted(data.count or 0, 'batch', ',')}"
     screen.note(f"quantizing {source.path}{batches}")
-    with screen.progress("calibrating") as step, listening(screen.passed):
+    with screen.progress("calibrating") as step, listening(screen.passed, screen.note):
         # If nothing is held out, the evaluation runs on the calibration batches anyway.
         compare = split is not None and split.is_held_out
         result = qo.quantize(source, output, data, progress=step, compare=compare, **options)

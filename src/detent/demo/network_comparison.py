@@ -141,7 +141,7 @@ def _file_name(label: str) -> str:
 
 @dataclass(frozen=True)
 class Budget:
-    """Numbers of training epochs, bit widths, and numbers of training and test images (None for all images)."""
+    """Bit widths, training epochs, and the numbers of training and test images (None for all images)."""
 
     epochs: int = 25
     more_epochs: int = 10

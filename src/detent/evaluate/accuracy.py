@@ -156,7 +156,7 @@ def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSour
 def check_supports_agreement(source: ModelSource, feed: Feed) -> None:
     """Run the float model on one batch, and check that top-1 agreement can be computed from the first output.
 
-    The check runs before quantization, so that a limit on the agreement fails early if no agreement can be computed.
+    The check runs before quantization. So a command with a limit on the agreement fails early if there is no agreement.
 
     Raises:
         SpecError: the first output has neither one row of class scores nor one label per sample.

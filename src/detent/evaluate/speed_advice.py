@@ -179,7 +179,7 @@ class _Trials:
 
 
 def _replanned(plan: GraphPlan, decisions: Decisions) -> Decisions:
-    """Return decisions for ``plan``, which quantizes fewer layers or more outputs than ``decisions`` does."""
+    """Return new decisions for ``plan``, which has fewer quantized layers or more quantized outputs."""
     observed = {name: each.observed_range for name, each in decisions.ranges.items() if each.observed_range is not None}
     placements = plan.placements(observed)
     ranges = {each.tensor: decisions.ranges.get(each.tensor, ANY_RANGE) for each in placements}

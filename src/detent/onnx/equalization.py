@@ -154,7 +154,7 @@ def _result(graph: Graph, node: NodeProto) -> str:
 
 
 class _Channels:
-    """Per-channel ranges of a tensor in each half of the samples, and the parts of the tensor for measuring errors."""
+    """Per-channel ranges of a tensor in each half of the samples, and the data on which errors are measured."""
 
     def __init__(self) -> None:
         self.lo, self.hi = np.zeros((2, 1), np.float32), np.zeros((2, 1), np.float32)  # one row per half

@@ -20,11 +20,12 @@ from detent.errors import DetentError
 from detent.onnx_model import batches
 from detent.onnx_model.graph import describe
 
-__all__ = ["listening", "running"]
+__all__ = ["announce", "listening", "running"]
 
 _log = logging.getLogger(__name__)
 
 _listeners: ContextVar[tuple[Callable[[str, float], object], ...]] = ContextVar("_listeners", default=())
+_readers: ContextVar[tuple[Callable[[str], object], ...]] = ContextVar("_readers", default=())
 
 _DELIBERATE = (DetentError, OSError, MemoryError, ImportError, Warning)
 _CALLED = frozenset({"numpy", "onnx", "onnxruntime", "google", *sys.stdlib_module_names})  # called by detent
@@ -32,18 +33,36 @@ _VARIABLES = ("node", "layer", "line", "placement", "tensor")  # local variables
 
 
 @contextmanager
-def listening(listener: Callable[[str, float], object]) -> Iterator[None]:
-    """Call ``listener(name, seconds)`` after each pass that runs inside the with block.
+def listening(
+    listener: Callable[[str, float], object], reader: Callable[[str], object] | None = None
+) -> Iterator[None]:
+    """Call ``listener(name, seconds)`` after each pass inside the with block, and ``reader(text)`` for announcements.
 
     >>> with listening(lambda name, seconds: print(name, seconds < 60)), running("calibration"):
     ...     pass
     calibration True
     """
-    token = _listeners.set((*_listeners.get(), listener))
+    tokens = (
+        _listeners.set((*_listeners.get(), listener)),
+        _readers.set((*_readers.get(), *([] if reader is None else [reader]))),
+    )
     try:
         yield
     finally:
-        _listeners.reset(token)
+        _listeners.reset(tokens[0])
+        _readers.reset(tokens[1])
+
+
+def announce(text: str) -> None:
+    """Log a text about the passes that follow, and pass it to the readers of ``listening``.
+
+    >>> with listening(print, print):
+    ...     announce("this takes about 9 s")
+    this takes about 9 s
+    """
+    _log.info("%s", text)
+    for reader in _readers.get():
+        reader(text)
 
 
 @contextmanager

@@ -216,7 +216,7 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 
 def _each(entries: Any, defaults: Mapping[str, Any], change: Any) -> Any:  # noqa: ANN401 - JSON
-    """Apply ``change`` to each entry of a list or an object; ``decode`` will reject a value that is neither."""
+    """Apply ``change`` to each entry of a JSON list or JSON object; other values stay, and ``decode`` rejects them."""
     if isinstance(entries, dict):
         return {name: change(each, defaults) if isinstance(each, dict) else each for name, each in entries.items()}
     if isinstance(entries, list):
@@ -302,7 +302,7 @@ def _arrays(decisions: Decisions) -> list[Array]:
 
 
 class _Reader:
-    """Reads arrays; limits their total number of elements in proportion to the constants of the file."""
+    """Reads arrays; the limit on their total number of elements grows with the size of the file's constants."""
 
     def __init__(self, model: ModelProto) -> None:
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -358,7 +358,7 @@ class _Reader:
         tensor = self._tensors.get(name) if isinstance(name, str) else None
         if tensor is None or tensor.data_type not in _KINDS:
             raise FileFormatError(
-                f"the entry 'initializer' of an array must name a float or int32 constant of the file, got {name!r:.60}"
+                f"'initializer' must be the name of a float32 or int32 constant in the file, got {name!r:.60}"
             )
         shape = self._shape(list(tensor.dims) if entry["shape"] is None else entry["shape"])
         values = array_of(tensor)

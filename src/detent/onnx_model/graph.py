@@ -229,7 +229,7 @@ def reads(node: NodeProto) -> Iterator[str]:
 
 
 def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators: Sequence[str]) -> str:
-    """Follow first inputs back from a tensor through nodes of ``operators``; return the tensor where this ends."""
+    """Replace a tensor by the first input of its node, as long as the node's type is in ``operators``."""
     node = producer(name)
     while node is not None and node.op_type in operators:
         name = node.input[0]

@@ -280,8 +280,8 @@ def _clip_bounds(qparams: QdqParams) -> tuple[Array, Array]:
     """Return the bounds of a Clip: the values of the smallest and largest code in use."""
     if qparams.scale.ndim:
         raise UnsupportedError(
-            f"only the codes {qparams.low}..{qparams.high} of the type are used, so data must be clipped, but ONNX "
-            "cannot clip per channel: use one scale per tensor, or all codes of a format of 4, 8 or 16 bits"
+            f"data must be clipped to the codes {qparams.low}..{qparams.high}, but ONNX cannot clip per channel: use "
+            "one scale per tensor, or a format of 4, 8 or 16 bits with all its codes"
         )
     lo, hi = (
         np.asarray((code - qparams.zero_point) * qparams.scale, np.float32) for code in (qparams.low, qparams.high)

@@ -170,7 +170,7 @@ class SegmentCheck:
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
-        """QuantizeLinear nodes whose codes ``run`` needs: pairs of the node's name and its output's name."""
+        """Return (node name, output name) of each QuantizeLinear node whose codes are an argument of ``run``."""
         return tuple(dict.fromkeys((each.quantizer.node, each.quantizer.codes) for each in self._tensors.values()))
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:

@@ -131,7 +131,7 @@ class TorchSegments:
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
-        """QuantizeLinear nodes whose codes ``run`` needs: pairs of the node's name and its output's name."""
+        """Return (node name, output name) of each QuantizeLinear node whose codes are an argument of ``run``."""
         return tuple((node.node, node.codes) for name, nodes in self._nodes.items() if name for node in nodes)
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
