@@ -94,14 +94,14 @@ FALLBACK_REASON = "float fallback: it alone causes over a quarter of the output 
 class Search(NamedTuple):
     """Amount of measurement at the outputs of the model.
 
-    ``multiplications`` limits the samples on which candidates are compared. A measurement runs the model on as many
-    samples as this number of multiplications allows, but at least on two. 0 means that nothing is measured.
+    ``multiplications`` is the work limit of one measurement. The model runs on as many samples as the limit allows, but
+    on at least two. A limit of 0 turns measurements off.
     """
 
     multiplications: float
 
     def samples(self, samples: Sequence[Feed], per_sample: float) -> Samples:
-        """Split samples; for a large model, only the first of them are used."""
+        """Split the samples into parts; a large model uses only the first samples."""
         compared = max(MIN_COMPARED, int(self.multiplications / max(per_sample, 1.0))) if self.multiplications else 0
         every = max(MIN_SAMPLES, int(MAX_MULTIPLICATIONS / max(per_sample, 1.0)))
         return Samples.of(samples, max(every, compared), compared)
@@ -148,7 +148,7 @@ class Options:
             )
 
     def to_json(self) -> str:
-        """Return as JSON the options that differ from their defaults; "" if there are none."""
+        """Return the options that differ from their defaults as JSON, or "" if all options have their defaults."""
         options: dict[str, object] = {
             **vars(self),
             "observer": None if self.observer is None else str(get_observer_spec(self.observer)),
@@ -272,7 +272,7 @@ def _duration(seconds: float) -> str:
 
 
 def _tensor_groups(graph_plan: GraphPlan, batches: Batches, run: RunOptions) -> list[list[str]] | None:
-    """Return the tensors to observe in each pass over the data; None without a memory budget."""
+    """Return the tensors to observe in each pass over the data, or None without a memory budget."""
     if run.memory_budget is None:
         return None
     groups = tensor_groups(graph_plan, batches, run.memory_budget)
@@ -397,8 +397,8 @@ def _min_max_noises(
 ) -> tuple[float, float]:
     """Measure the noise at the outputs before and after the pass ``name``, with min-max ranges; 0 without samples.
 
-    ``before`` is the noise before the pass; None if it is not known yet. The noise after the pass is infinite if it
-    cannot be measured, because a tensor is empty in all samples.
+    ``before`` is the noise before the pass, or None if it is unknown. If a tensor is empty in all samples, the noise
+    after the pass cannot be measured and is infinite.
     """
     if not samples:
         return 0.0, 0.0
@@ -406,10 +406,11 @@ def _min_max_noises(
         first = _min_max_noise(plans[0], samples, memory_budget) if before is None else before
         noises = first, _min_max_noise(plans[1], samples, memory_budget)
     except NotCalibratedError as error:
-        _log.info("%s changes nothing: the noise at the outputs cannot be measured: %s", name, error)
+        _log.info("%s was not applied, because the noise at the outputs cannot be measured: %s", name, error)
         return 0.0, inf
     if noises[1] > noises[0]:
-        _log.info("%s changes nothing: it would raise the noise at the outputs by %.0f %%", name, _percent(*noises))
+        percent = _percent(*noises)
+        _log.info("%s was not applied, because it would raise the noise at the outputs by %.0f %%", name, percent)
     return noises
 
 
@@ -433,7 +434,7 @@ def _less_noise(
     samples: Sequence[Feed],
     rewritten: Callable[[Decisions], ModelProto],
 ) -> Decisions:
-    """Return the decisions whose quantized model has less noise at the outputs; ``corrected`` if the noise is equal."""
+    """Return the decisions that give less noise at the outputs, or ``corrected`` if the noise is equal."""
     names = array_outputs(model)
     if not names:
         return corrected
@@ -478,7 +479,7 @@ def reject_empty(graph_plan: GraphPlan) -> None:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Join the first names, shortened, and count the others."""
+    """Format the first names, shortened, and the number of the remaining names."""
     shown = [name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 3]}..." for name in names]
     more = [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
     return ", ".join([*shown[:MAX_NAMES_SHOWN], *more])

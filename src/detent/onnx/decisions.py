@@ -15,8 +15,8 @@ source, data, recipe,  digests and texts for the metadata of the file; they do n
 options, written_by
 ====================== ===============================================================================================
 
-Decisions do not contain what ``qo.rewrite`` computes from them: weight codes, codes of uncorrected biases, new names,
-and the Max nodes of ``ort_workarounds``. If a version of detent writes different bytes for the same decisions, it has a
+Decisions do not contain results that ``qo.rewrite`` computes: weight codes, codes of uncorrected biases, new names, and
+the Max nodes of ``ort_workarounds``. If a version of detent writes different bytes for the same decisions, it has a
 new ``rewrite_version``.
 
 The classes of this module check their fields on creation. ``qo.rewrite`` rejects decisions that do not fit the model.
@@ -105,7 +105,7 @@ class QuantizerPlacement:
         clip_max: upper bound of the Relu or Clip before the tensor; inf without one.
         source_tensor: the tensor whose codes this tensor shares; "" if it has its own codes.
         factor: scale of this tensor divided by the scale of ``source_tensor``.
-        constants: names of scalar constants that are quantized, too; the operator that computes the tensor reads them.
+        constants: names of scalar constants that the operator of this tensor reads, and that are quantized, too.
 
     >>> QuantizerPlacement("x", QuantSpec("uint8"), "x", ("fc",)).is_read_by_all
     False

@@ -3,8 +3,8 @@
 Three choices depend on the data, and are made here:
 
 - **Last layers.** ONNX Runtime runs a Conv on an integer kernel only if its output is quantized. The same holds for a
-  Gemm before an activation, such as Relu. A layer of this kind that no quantized layer follows would run in float, and
-  dequantize its weight in every run. If it is small, it is kept in float. Otherwise its output is quantized too.
+  Gemm before an activation, such as Relu. Without a quantized layer after it, such a layer would run in float and
+  dequantize its weight in every run. A small layer is kept in float. A large layer gets a quantized output.
 - **Weights of float layers.** ONNX Runtime has no integer kernel for ConvTranspose. Its weight is stored as codes for
   the size of the file, and dequantized in every run. If that would take too much time, the weight is kept in float.
 - **Bits of weights.** Kernels that are fast on every CPU need weights of 7 bits (see ``targets``). Kernels for 8 bits
@@ -73,7 +73,7 @@ class LastLayers(NamedTuple):
 def choose_last_layers(
     plan: GraphPlan, work: Mapping[str, float], prefer: Preference, tensors: Collection[str] | None = None
 ) -> LastLayers:
-    """Choose what to do with each Conv that no quantized layer follows, and with each such Gemm before an activation.
+    """Choose for each last Conv, and each last Gemm before an activation: keep it in float, or quantize its output.
 
     ``work`` is the result of ``multiplications``. ``tensors`` are those that can be quantized; None for all. The result
     is empty for OpenVINO, and if ``prefer`` is "accuracy".
@@ -101,7 +101,7 @@ def choose_last_layers(
 def with_last_layers(
     plan: GraphPlan, work: Mapping[str, float], prefer: Preference, tensors: Collection[str] | None = None
 ) -> GraphPlan:
-    """Return a plan with the result of ``choose_last_layers``, which has the same arguments."""
+    """Apply ``choose_last_layers`` to a plan, and return the changed plan."""
     last = choose_last_layers(plan, work, prefer, tensors)
     return plan.without(last.in_float, FLOAT_REASON).with_quantized_outputs(last.quantized)
 

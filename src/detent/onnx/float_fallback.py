@@ -52,11 +52,11 @@ def choose_float(
     work: Mapping[str, float],
     replan: Callable[[Sequence[str]], GraphPlan],
 ) -> dict[str, float]:
-    """Choose at most 8 layers to keep in float; the result maps their names to the share of the noise each removes.
+    """Choose at most 8 layers to keep in float; return a dict from layer names to the share of the noise removed.
 
     The module docstring lists the conditions. The shares add up to at most 1. ``work`` has the multiplications of each
-    layer. ``replan`` returns the plan with some layers in float. It may change what precedes them, too, for example to
-    keep their inputs quantized.
+    layer. ``replan`` returns the plan with some layers in float. ``replan`` may also change earlier layers, for example
+    to keep the inputs of float layers quantized.
     """
     total = remaining = noise.noise_without()
     if not np.isfinite(total) or total <= NEGLIGIBLE_NOISE * noise.count:
@@ -115,7 +115,7 @@ class NoiseByLayer:
             self._references.leave_out(i, outputs)
             self._ratios[self._all, i] = self._references.noise(i, outputs)
         if self._outputs and not self.count:
-            _log.info("noise at the outputs not measured: the shapes of all outputs depend on the data")
+            _log.info("the noise at the outputs was not measured, because the shapes of all outputs depend on the data")
 
     @property
     def count(self) -> int:
@@ -128,7 +128,7 @@ class NoiseByLayer:
         return len(self._samples)
 
     def set_weights(self, plan: GraphPlan) -> None:
-        """Use the weight specs of ``plan``, which must otherwise equal the plan that was passed on creation."""
+        """Use the weight specs of ``plan``; all else in ``plan`` must equal the plan passed to the constructor."""
         weights = {line.name: line for line in plan.quantized if line.weight is not None}
         if weights != self._weights:
             self._ratios.clear()
@@ -186,7 +186,7 @@ class NoiseByLayer:
         return self._noise(self._all & (quantized | placed), None)
 
     def worst(self, share: float, kept: Iterable[str] = ()) -> dict[str, float]:
-        """Return the layers that alone cause at least ``share`` of the noise on the first samples, with their shares.
+        """Return each layer that alone causes at least ``share`` of the noise on the first samples, with its share.
 
         Shares are relative to the noise with the layers in ``kept`` in float.
         """

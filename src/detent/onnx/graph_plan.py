@@ -76,8 +76,8 @@ class LayerPlan:
         input: spec of its input; None if the input is float.
         observer: observer of its input; None if no rule names an observer.
         nbytes_before: bytes of its weight in the float file.
-        nbytes_after: bytes of its weight in the quantized file, including scales and zero points. The file stores
-            equal zero points once, but they count for each layer.
+        nbytes_after: bytes of its weight in the quantized file, including scales and zero points. Equal zero points are
+        stored once in the file, but counted for each layer.
         note: remark on a quantized layer.
         wide_weight: the 8-bit spec of the recipe, if ``weight`` is limited to 7 bits for fast kernels.
 
@@ -240,8 +240,8 @@ def plan(
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         target: the runtime that the file is for, such as "onnxruntime-avx2".
         skip: names or glob patterns of layers to keep in float.
-        prefer: "accuracy" for weights of 8 bits where fast kernels would need 7; "speed" to keep weights in float
-            that would be dequantized in every run. See ``qo.quantize``.
+        prefer: "accuracy" uses 8-bit weights where fast kernels need 7 bits. "speed" keeps weights in float that would
+        be dequantized in every run. See ``qo.quantize``.
 
     Raises:
         SpecError: a rule or a pattern of ``skip`` matches no layer, or a weight lacks the axis that its rule names.
@@ -278,7 +278,7 @@ def plan(
 
 
 def _without_shared(graph: Graph, layers: Mapping[str, Layer], lines: Iterable[LayerPlan]) -> tuple[LayerPlan, ...]:
-    """Keep a layer in float if another reader needs its weight in float: codes would only make the file larger."""
+    """Keep a layer in float if another node needs the same weight in float, because codes would enlarge the file."""
     lines = tuple(lines)
     quantized = {line.name: layers[line.name].weight for line in lines if line.is_quantized}
     reasons = {weight: _float_reader(graph, weight, quantized) for weight in dict.fromkeys(quantized.values())}
@@ -291,7 +291,7 @@ def _without_shared(graph: Graph, layers: Mapping[str, Layer], lines: Iterable[L
 
 
 def _float_reader(graph: Graph, weight: str, quantized: Mapping[str, str]) -> str:
-    """Name the first reader of a weight that needs it in float; "" if all readers take codes."""
+    """Return the name of the first node that needs a weight in float, or "" if all nodes can read codes."""
     if weight in graph.outputs:
         return "a model output"
     for node in graph.consumers(weight):
@@ -316,7 +316,7 @@ def _plan_layer(
     skipped: bool,
     is_small: bool,
 ) -> LayerPlan:
-    """Plan one layer; ``is_small`` keeps a ConvTranspose in float, because codes of its weight would not pay."""
+    """Plan one layer; ``is_small`` keeps a ConvTranspose in float, because codes would hardly reduce the file size."""
     rule = decision.rules[-1] if decision.rules else None
     before = _float_nbytes(layer)
     line = LayerPlan(layer.name, layer.node.op_type, rule, nbytes_before=before, nbytes_after=before)
@@ -429,7 +429,7 @@ def _stored_nbytes(spec: QuantSpec, layer: Layer) -> int:
 
 
 def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:
-    """Compute the parameters of a weight: its min-max range, or below 8 bits those with the least squared error."""
+    """Compute the parameters of a weight, from the min-max range or, below 8 bits, with the least squared error."""
     if spec.bits >= MINMAX_BITS:
         return QuantParams.from_data(spec, weight)
     return best_params(weight, spec)

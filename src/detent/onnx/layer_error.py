@@ -157,7 +157,7 @@ def power(x: Array) -> float:
 
 
 def mean_power(signals: Sequence[Array]) -> float:
-    """Compute the mean power of a signal in several samples, to which the noise of all samples is relative.
+    """Compute the mean power of a signal over several samples; the noise of each sample is divided by this power.
 
     So a sample with little power, such as a blank image, does not outweigh other samples. The SQNR of a report counts
     noise in the same way.
@@ -204,7 +204,7 @@ def gain_db(remaining: float) -> float:
 
 @dataclass(frozen=True)
 class Switch:
-    """A Q/DQ pair after ``tensor``. A flag turns it on, for all nodes that read the tensor or for one ``reader``."""
+    """A Q/DQ pair after ``tensor`` that a flag turns on, for all nodes that read the tensor or for one ``reader``."""
 
     flag: str
     tensor: str

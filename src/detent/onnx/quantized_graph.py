@@ -60,7 +60,7 @@ ROOMY_BIAS_CODE = 1 << 30  # leaves half of the int32 accumulator to the sum of 
 
 
 def rewrite(model: ModelSource, decisions: Decisions) -> ModelProto:
-    """Apply decisions to the float model that they are for; returns the quantized model.
+    """Apply decisions to their float model, and return the quantized model.
 
     Args:
         model: the float model that the decisions are for, as a path or a ModelProto; it is not changed.
@@ -82,7 +82,7 @@ def rewrite(model: ModelSource, decisions: Decisions) -> ModelProto:
 
 
 def float_form(model: ModelSource, decisions: Decisions) -> ModelProto:
-    """Apply ``to_normal_form`` to the float model, then the factors of equalization and SmoothQuant; returns a copy."""
+    """Return a copy of the float model in normal form, with the factors of equalization and SmoothQuant applied."""
     if not isinstance(decisions, Decisions):
         raise SpecError(f"decisions must be a qo.Decisions, got {type(decisions).__name__}: call qo.decide")
     original = load_model(model)
@@ -125,7 +125,7 @@ def insert(
     source: str = "",
     options: str = "",
 ) -> ModelProto:
-    """Apply a plan to its model; returns the quantized model.
+    """Apply a plan to its model, and return the quantized model.
 
     If ``qo.prepare`` made the plan's model, the decisions are stored in the metadata, where ``dt.verify`` reads them.
 
@@ -179,7 +179,7 @@ def _is_normal_form(model: ModelProto) -> bool:
 def placed(
     plan: GraphPlan, placements: Iterable[QuantizerPlacement], params: Mapping[str, QuantParams]
 ) -> tuple[list[QuantizerPlacement], dict[str, QuantParams]]:
-    """Return the placements, each with the spec of its group, and the parameters of these groups."""
+    """Return the placements with the spec of their group, and the parameters of each group."""
     specs: dict[str, QuantSpec] = {}
     with_specs, used = [], {}
     for each in placements:
@@ -316,7 +316,7 @@ def _share_zero_points(graph: Graph) -> None:
 
 
 def check_fits(graph: Graph, decisions: Decisions) -> dict[str, Layer]:
-    """Check that decisions fit the graph of a model; returns the layers of the graph by name."""
+    """Check that decisions fit the graph of a model, and return the layers of the graph by name."""
     layers = {layer.name: layer for layer in layers_of(graph)}
     _check_layers(graph, layers, decisions)
     for each in decisions.placements:
@@ -487,7 +487,7 @@ class _Writer:
             self._write_scalar(name, placement.tensor)
 
     def write_scaled(self, placement: QuantizerPlacement) -> None:
-        """Remove a node that multiplies by a constant: dequantize the input's codes with the scale of the output."""
+        """Replace a multiplication by a constant: dequantize the input's codes with the scale of the output instead."""
         graph, tensor = self.graph, placement.tensor
         params = self._tensor_params[tensor]
         qparams = QdqParams.of(params, self.target.activation_container(params.spec.format), 0)
