@@ -37,6 +37,7 @@ Feed = dict[str, Array]
 
 MARGINS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)  # in standard deviations
 MIN_SAMPLES = 4  # with fewer samples, ranges are not searched
+MIN_MEASURED = 8  # with fewer samples on which noise is measured, there are no margins: large values are too rare
 FOLDS, MIN_FOLD_SAMPLES = 4, 4  # there are only two folds if four would be smaller
 MAX_EXCESS_NOISE = 1.26  # times the least noise of all margins (1 dB); the smallest margin below it is chosen
 MAX_MEASUREMENTS = 16  # limit on the measurements of clipped ranges
@@ -129,7 +130,7 @@ def search_ranges(
     """
     groups = [each for each in placements if each.group == each.tensor and not each.source_tensor]
     search = _Search(noise, [each for each in groups if noise.can_replace(each.group)], calibration, bounds, first)
-    margin = search.best_margin()
+    margin = search.best_margin() if noise.samples >= MIN_MEASURED else 0.0
     # If a margin helps, values beyond those of the calibration data matter, so nothing is clipped.
     chosen = set() if margin else search.best_clipped(clipped)
     chosen |= {each for each in clipped if not noise.can_replace(each)}
