@@ -40,7 +40,7 @@ _PRESETS: dict[str, "Convention"] = {}
 
 @dataclass(frozen=True)
 class ZeroRange:
-    """Rule for the scale and zero point of a range of width zero.
+    """Rule for scale and zero point if the scale would be 0 or too small.
 
     ============ ==========================================================================
     unit         scale 1; zero point nearest to 0 (affine), or fixed by the spec (symmetric)
@@ -80,7 +80,7 @@ class Convention:
         symmetric_scale: scale of a symmetric range: "qmax", "half_span" or "tight" (docs/numerics.md, section 4).
         narrow: whether signed symmetric integers leave out the lowest code.
         include_zero: whether an affine range is widened to include zero.
-        zero_range: rule for ranges of width zero.
+        zero_range: rule for scales that would be 0 or too small.
         mask: the default straight-through estimator; it says where the gradient passes.
 
     >>> import detent as dt

@@ -5,7 +5,7 @@ float if all of these conditions hold:
 
 - Quantizing only this layer causes at least a quarter of the remaining noise.
 - All layers kept in float hold at most a tenth of the model's weight bytes.
-- Keeping the layer in float removes at least half of the remaining noise. A tenth is enough for a cheap layer: one with
+- Keeping the layer in float removes over half of the remaining noise. A tenth is enough for a cheap layer: one with
   at most 2 % of the multiplications and 1 % of the weight bytes.
 - Another layer remains quantized.
 

@@ -13,8 +13,8 @@ openvino-vnni        int8          int8           CPUs with VNNI
 AVX2 multiplies unsigned by signed bytes and adds two products into an int16 accumulator. The sum fits if codes of
 weights are between -64 and 64 ("7 bits": 2 * 255 * 64 < 2^15); with larger codes, it can saturate. Kernels for unsigned
 weights widen the weights first. These kernels are exact, but take up to three times as long. If codes and zero point
-are both shifted by 128, they represent the same values. Weights of depthwise convolutions are int8 for every target:
-kernels of these convolutions do not saturate.
+are both shifted by 128, they represent the same values. Weights of depthwise convolutions and embedding tables are int8
+for every target: their kernels do not saturate.
 
 Signed 8-bit activations are also shifted by 128, because kernels for signed activations are slow. Activations of fewer
 than 8 bits are clipped and stored in 8 bits. Weights of fewer than 8 bits are stored in 4 or 8 bits.
