@@ -36,8 +36,8 @@ HELP = """Measure each layer's sensitivity and allocate bits under a budget.
 
 Only one layer at a time is quantized, and the noise at the outputs is measured. With --widths, only weights are \
 quantized. With --budget, the bits of each layer are chosen for the least noise within the budget. Quantized files \
-store 4, 8 or 16 bits per weight (at least 8 for convolutions and embeddings): 3 bits take as much space as 4, and 6 as \
-much as 8."""
+store 4, 8 or 16 bits per weight (at least 8 for convolutions and embeddings): 3 bits take as much space as 4, and 6 \
+as much as 8."""
 EXAMPLE = "detent sensitivity model.onnx -d calib.npz --widths 4,8 --budget 20%"
 MAX_CANDIDATES_SHOWN = 6  # so that the table fits 80 characters
 REPORT_BATCHES = 4  # batches on which the report measures activations
