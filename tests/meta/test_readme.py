@@ -102,7 +102,8 @@ def test_command_runs(done, name):
 
 
 def without_values(text):
-    """The words of an output, without numbers, names of files, layers and outputs, and units of size and time."""
+    """The words of an output, without numbers, names of files, layers and outputs, units, and reasons of float layers."""
+    text = re.sub(r"^  float kernel: .*$", "", text, flags=re.MULTILINE)
     words = re.sub(
         r"\S*[\d_]\S*|\S+\.(onnx|html)|--skip \S+|\b([kM]?B|ms|µs|faster|slower|threads?)\b|[(),:]", " ", text
     )
