@@ -102,7 +102,7 @@ def test_command_runs(done, name):
 
 
 def without_values(text):
-    """The words of an output, without numbers, names of files, layers and outputs, units, and reasons of float layers."""
+    """The words of an output, without numbers, units, reasons of float layers and names of files, layers, outputs."""
     text = re.sub(r"^  float kernel: .*$", "", text, flags=re.MULTILINE)
     words = re.sub(
         r"\S*[\d_]\S*|\S+\.(onnx|html)|--skip \S+|\b([kM]?B|ms|µs|faster|slower|threads?)\b|[(),:]", " ", text
