@@ -63,13 +63,13 @@ class Searched:
         self.placements = self.plan.placements(self.seen.ranges)
         self.bounds = SampleBounds.measure(self.plan, self.seen, self.seen.samples)
         self.noise = Mock(spec=NoiseByLayer, samples=count)
-        self.noise.can_replace.return_value = True
+        self.fixed = set()
         self.noise.noise_by_sample.side_effect = lambda params, limit: sum(map(noise_of, params))
 
     def run(self):
         full, clipped = (choose_params(self.placements, self.seen, groups) for groups in ((), None))
         self.changed = {group for group in full if full[group] != clipped[group]}
-        return search_ranges(self.noise, self.placements, self.seen, frozenset(full), self.bounds, 0)
+        return search_ranges(self.noise, self.placements, self.seen, frozenset(full), self.bounds, 0, self.fixed)
 
 
 def width(params):
@@ -82,6 +82,34 @@ def test_noise_that_is_not_a_number_allows_no_clipping_and_no_margin():
     assert search.changed
     assert (ranges.clipped, ranges.margin) == (frozenset(), 0.0)
     assert ranges.params == choose_params(search.placements, search.seen, ())
+
+
+@pytest.mark.parametrize("value", [0.0, np.inf])
+def test_noise_that_cannot_be_measured_allows_no_clipping(value):
+    assert Searched(lambda params: value).run().clipped == frozenset()
+
+
+def test_fixed_groups_keep_their_ranges():
+    search = Searched(lambda params: width(params) ** -8)
+    search.fixed = {search.placements[0].group}
+    ranges = search.run()
+    clipped = choose_params(search.placements, search.seen, None)
+    assert ranges.clipped == frozenset(search.fixed), "clipped as given, although wide ranges have less noise"
+    assert all(ranges.params[group] == clipped[group] for group in search.fixed)
+
+
+def test_with_many_calibration_samples_clipping_must_halve_the_noise():
+    search = Searched(width)
+    full = width(choose_params(search.placements, search.seen, ()))
+
+    def measure(params, limit):  # the same parameters for all samples are final ranges, others those of folds
+        is_final = all(each is params[0] for each in params)
+        return 4.0 if is_final and width(params[0]) < 0.999 * full else 10.0
+
+    search.noise.noise_by_sample.side_effect = measure
+    assert search.run().clipped == search.changed, "the noise is 0.7 of that without clipping"
+    search.bounds.has_many = True
+    assert not search.run().clipped
 
 
 def test_less_noise_of_narrow_ranges_clips_all_tensors():
@@ -119,6 +147,35 @@ def test_ranges_of_a_fold_exclude_samples_of_other_folds_only():
     assert bounds.range("x", 2.0, 0) == (0.0, pytest.approx(12 + 2 * hi.std()))
     more = SampleBounds({"x": (0.0, 99.0)}, {"x": (np.zeros(16), hi)})  # 99 is in none of the samples
     assert more.range("x", 0.0, 0)[1] == 99
+
+
+def test_rounding_does_not_make_a_bound_one_of_other_data():
+    hi = np.arange(16, dtype=np.float64)
+    bounds = SampleBounds({"x": (0.0, 15.0 * (1 + 1e-6))}, {"x": (np.zeros(16), hi)})
+    assert bounds.range("x", 0.0, 0)[1] == 12
+
+
+def test_with_many_samples_ranges_of_all_other_folds_are_used():
+    hi = np.arange(16, dtype=np.float64)
+    bounds = SampleBounds({"x": (0.0, 15.0)}, {"x": (np.zeros(16), hi)}, has_many=True)
+    # Samples of fold 3 use the ranges of "fold 0": here all folds but 3, whose largest value is 15.
+    assert [bounds.range("x", 0.0, fold)[1] for fold in range(4)] == [14, 15, 15, 15]
+
+
+def test_the_observer_of_a_rule_decides():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 16, 3, name="first")])
+    model = m.model([("x", [1, 8, 8, 8])], [m.conv(t, 16, 8, 1, name="last")])
+    feeds = heavy(16, 0)
+    scales = {}
+    for name in ("minmax", "percentile(5, 95)"):
+        rules = dt.Recipe.preset("w8a8", observer=name)
+        by_rule = qo.decide(model, feeds, rules, keep_float="none", bias_correction=False, progress=False)
+        by_option = qo.decide(model, feeds, observer=name, keep_float="none", bias_correction=False, progress=False)
+        scales[name] = {group: each.scale for group, each in by_rule.ranges.items()}
+        read = ["x", *(group for group in by_rule.ranges if group != "x")][:2]
+        assert all(scales[name][group] == by_option.ranges[group].scale for group in read)
+    assert scales["minmax"]["x"] > scales["percentile(5, 95)"]["x"]
 
 
 def heavy(count, seed):

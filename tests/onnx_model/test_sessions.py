@@ -15,6 +15,9 @@ from detent.onnx_model.sessions import (
     optimized,
     ort_errors,
     record,
+    record_in_parts,
+    split_by_bytes,
+    tensor_bounds,
     tensor_nbytes,
     without_weights,
 )
@@ -178,3 +181,30 @@ def test_optimized_graphs_with_convolutions_in_subgraphs_can_be_loaded():
     x = {"x": np.ones((1, 16, 8, 8), np.float32)}
     runs = [make_session(each).run(None, x)[0] for each in (model, optimized(model))]
     assert np.array_equal(*runs)
+
+
+def test_bounds_of_tensors_ignore_what_is_not_finite_and_are_zero_for_empty_tensors():
+    model = model_of([helper.make_node("Identity", ["x"], ["y"])], [])
+    feeds = [{"x": np.float32(values)} for values in ([-1, np.inf, 3], [np.nan, -np.inf], [], [5, 7])]
+    ((lo, hi),) = tensor_bounds(model, ["x"], feeds).values()
+    assert (lo.tolist(), hi.tolist()) == ([-1, 0, 0, 5], [3, 0, 0, 7])
+
+
+def test_tensors_are_recorded_in_parts_that_fit_the_budget():
+    model = model_of(
+        [
+            helper.make_node("Abs", ["x"], ["a"]),
+            helper.make_node("Neg", ["a"], ["b"]),
+            helper.make_node("Abs", ["b"], ["y"]),
+        ],
+        [],
+    )
+    feeds = [{"x": np.float32([1, -2])}, {"x": np.float32([3, 4])}]
+    assert split_by_bytes(model, ["x", "a", "b", "y"], feeds[0], None) == [["x", "a", "b", "y"]]
+    assert split_by_bytes(model, ["x", "a", "b", "y"], feeds[0], 16) == [["x", "a", "b"], ["y"]]
+    assert split_by_bytes(model, ["a", "b"], feeds[0], 1) == [["a"], ["b"]]
+    rows = [
+        (number, {name: array.tolist() for name, array in tensors.items()})
+        for number, tensors in record_in_parts(model, ["a", "b"], feeds, 1)
+    ]
+    assert rows == [(0, {"a": [1, 2]}), (1, {"a": [3, 4]}), (0, {"b": [-1, -2]}), (1, {"b": [-3, -4]})]

@@ -47,6 +47,7 @@ from detent.onnx.calibration import (
     choose_clipped,
     choose_params,
     observed_tensors,
+    observers_of_rules,
     range_decisions,
     tensor_groups,
 )
@@ -304,6 +305,8 @@ def _choose_quantizers(
         if options.observer is None:
             max_noise = MAX_REMAINING_NOISE if options.is_measured else MAX_CLIPPED_NOISE
             clipped = frozenset(choose_clipped(graph_plan, calibration, placements, isolated, max_noise))
+            named = observers_of_rules(graph_plan, placements)
+            clipped = (clipped - set(named)) | {group for group, observer in named.items() if observer.kind != "minmax"}
         ranges = ChosenRanges(choose_params(placements, calibration, clipped), clipped)
     if not options.is_measured:
         return _Choice(graph_plan, ranges)
@@ -346,12 +349,17 @@ def _searched_ranges(
     samples: Samples,
     memory_budget: int | None,
 ) -> ChosenRanges:
-    """Search ranges on the samples; with too few of them, all ranges are min-max ranges."""
+    """Search ranges on the samples; with too few of them, ranges are min-max ranges.
+
+    Groups with the observer of a rule, and groups whose parameters ``noise`` cannot replace, are not searched.
+    """
+    named = observers_of_rules(graph_plan, placements)
+    fixed = {each.group for each in placements if each.group in named or not noise.can_replace(each.group)}
     if len(samples.every) < MIN_RANGE_SAMPLES:
-        return ChosenRanges(choose_params(placements, calibration, ()), frozenset())
+        return ChosenRanges(choose_params(placements, calibration, clipped & fixed), clipped & fixed)
     bounds = SampleBounds.measure(graph_plan, calibration, samples.every, memory_budget)
     first = len(samples.every) - len(samples.compared)
-    return search_ranges(noise, placements, calibration, clipped, bounds, first)
+    return search_ranges(noise, placements, calibration, clipped, bounds, first, fixed)
 
 
 def _with_float(

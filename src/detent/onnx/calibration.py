@@ -49,6 +49,7 @@ __all__ = [
     "choose_clipped",
     "choose_params",
     "observed_tensors",
+    "observers_of_rules",
     "range_decisions",
     "range_params",
     "tensor_groups",
@@ -195,13 +196,21 @@ def _observers(
     plan: GraphPlan, placements: Sequence[QuantizerPlacement], observer: ObserverLike | None
 ) -> dict[str, Observer]:
     default = get_observer_spec("mse" if observer is None else observer)
-    by_group: dict[str, ObserverSpec] = {}  # the first observer that a rule names for a layer reading the group
+    by_group = observers_of_rules(plan, placements)
+    return {each.tensor: by_group.get(each.group, default).make() for each in placements if not each.source_tensor}
+
+
+def observers_of_rules(plan: GraphPlan, placements: Iterable[QuantizerPlacement]) -> dict[str, ObserverSpec]:
+    """Return the observers that rules name, by group: the first one for a layer that reads the group."""
+    groups_of: dict[str, list[str]] = defaultdict(list)
+    for each in placements:
+        groups_of[each.tensor].append(each.group)
+    by_group: dict[str, ObserverSpec] = {}
     for layer in plan.quantized:
         if layer.observer is not None and layer.input is not None:
-            data = plan.layers_by_name[layer.name].data
-            groups = [each.group for each in placements if each.tensor == data]
-            by_group.update({group: layer.observer for group in groups if group not in by_group})
-    return {each.tensor: by_group.get(each.group, default).make() for each in placements if not each.source_tensor}
+            for group in groups_of[plan.layers_by_name[layer.name].data]:
+                by_group.setdefault(group, layer.observer)
+    return by_group
 
 
 class _SampledBatches:

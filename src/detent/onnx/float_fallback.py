@@ -164,9 +164,12 @@ class NoiseByLayer:
         weights = {name: self._rounded_weight(name, lines.get(name, line)) for name, line in self._weights.items()}
         flags = [_flag(tensor) for tensor in self._owners]
         total = 0.0
+        prepared: dict[int, dict[str, Array]] = {}  # by identity: many samples share their parameters
         for i, (feed, one) in enumerate(zip(self._samples, params, strict=True)):
-            replaced = {_flag(tensor): each for tensor, each in one.items()}
-            total += sum(self._references.noise(i, self._model.run(self._outputs, feed, weights, flags, replaced)))
+            if id(one) not in prepared:
+                prepared[id(one)] = self._model.prepared({_flag(tensor): each for tensor, each in one.items()})
+            outputs = self._model.run(self._outputs, feed, weights, flags, prepared[id(one)])
+            total += sum(self._references.noise(i, outputs))
             if total > limit:
                 break
         return total

@@ -267,25 +267,30 @@ class SwitchableModel:
         """Replace the parameters of the Q/DQ pair of ``flag`` in all further calls of ``run``."""
         self._params |= _stored(flag, self._qparams(params))
 
+    def prepared(self, params: Mapping[str, QuantParams]) -> dict[str, Array]:
+        """Convert parameters of Q/DQ pairs, by flag, to inputs of the session."""
+        inputs: dict[str, Array] = {}
+        for flag, each in params.items():
+            inputs |= _stored(flag, self._qparams(each))
+        return inputs
+
     def run(
         self,
         names: Sequence[str],
         feed: Feed,
         weights: Mapping[str, Array],
         flags: Iterable[str],
-        params: Mapping[str, QuantParams] = MappingProxyType({}),
+        params: Mapping[str, Array] = MappingProxyType({}),
     ) -> list[Array]:
         """Compute outputs with some weights replaced and some Q/DQ pairs turned on.
 
-        ``params`` maps flags to parameters, which replace those of the flags' Q/DQ pairs in this call only.
+        ``params`` is a result of ``prepared``; it replaces parameters of Q/DQ pairs in this call only.
         """
         if not names:  # for an empty list, ONNX Runtime would compute all outputs
             return []
         arrays = {_weight_input(label): array for label, array in {**self.weights, **weights}.items()}
         on = {flag: np.array(True) for flag in flags}
-        stored = dict(self._params)
-        for flag, each in params.items():
-            stored |= _stored(flag, self._qparams(each))
+        stored = {**self._params, **params}
         with ort_errors():
             outputs: list[Array] = self._session.run(names, {**feed, **arrays, **stored, **self._off, **on})
         return outputs

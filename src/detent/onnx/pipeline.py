@@ -242,10 +242,10 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             files. Weight-only recipes need no data.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         target: the runtime that the file is for, such as "onnxruntime-avx2".
-        observer: observer for activations; None searches min-max ranges with margins, and clipped ranges.
+        observer: observer for activations; None searches margins of ranges, and ranges to clip. A rule's observer is used as it is.
         skip: names or glob patterns of layers to keep in float.
-        keep_float: "auto" enables float fallback: a small layer is kept in float if it alone causes over a quarter of
-            the noise at the outputs. "none" disables it.
+        keep_float: "auto" enables float fallback: a small layer that alone causes a quarter of the noise at the outputs
+            is kept in float if this halves the noise; for a cheap layer, a tenth is enough. "none" disables it.
         bias_correction: change biases to cancel the mean error of each output channel.
         equalize: apply cross-layer equalization to convolutions where it helps.
         smooth: apply SmoothQuant to matmuls where it helps.

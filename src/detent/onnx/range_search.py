@@ -4,14 +4,15 @@ New data have larger values than the calibration data, and a range cuts them off
 values can cause most of the noise at the outputs: in two ResNets with 32 samples, the SQNR was 44 and 40 dB on the
 calibration data, and 20 dB on other data. So the noise is measured on samples that the ranges were not computed from.
 
-The samples are split into folds. Each sample is quantized with the ranges of another fold, and of the calibration data
-that are in no fold:
+The samples are split into folds. Each sample is quantized with ranges that do not depend on it: those of another fold,
+or, with many calibration samples, those of all other folds. A bound that only data outside the samples reach stays:
 
 - ``hi + margin * std``, where ``std`` is the standard deviation of the samples' maxima; ``lo`` in the same way. A
-  tensor with fixed bounds, such as the output of a Sigmoid, has a small deviation, and so almost no margin. All tensors
-  have the same margin: the smallest one whose noise is close to the least.
+  tensor with fixed bounds, such as the output of a Sigmoid, has a small deviation, and so almost no margin. One margin
+  serves for all tensors: the smallest one whose noise is close to the least.
 - The clipped range of the observer, for tensors that ``choose_clipped`` selects. First all of these tensors are clipped
-  together, then each half of them, each quarter, and so on. Clipping is kept only if it removes a tenth of the noise.
+  together, then each half of them, each quarter, and so on. Clipping is kept only if it removes a tenth of the noise,
+  or half of it with many calibration samples: then few of the values that are clipped are in the measured samples.
 
 A fold is small, because a model sees more data in use than in calibration: ranges of 8 samples are tested on 32.
 """
@@ -43,6 +44,9 @@ MAX_EXCESS_NOISE = 1.26  # times the least noise of all margins (1 dB); the smal
 MAX_MEASUREMENTS = 16  # limit on the measurements of clipped ranges
 MAX_SWITCHED_NOISE = 0.98  # clipping more or fewer tensors must remove at least 2 % of the noise
 MAX_CLIPPED_NOISE = 0.9  # with clipped ranges, relative to min-max ranges (0.5 dB)
+MAX_CLIPPED_NOISE_MANY = 0.5  # the same with many calibration samples (3 dB)
+MANY_SAMPLES = 64  # with more calibration samples, most of them are not measured
+TOLERANCE = 1e-4  # relative to a bound; ONNX Runtime may compute other last bits if other tensors are recorded
 
 
 class SampleBounds:
@@ -54,10 +58,20 @@ class SampleBounds:
     (2, (-1.0, 4.0), (-1.0, 2.0))
     """
 
-    def __init__(self, ranges: Mapping[str, tuple[float, float]], samples: Mapping[str, tuple[Array, Array]]) -> None:
-        self._ranges, self._samples = ranges, samples
+    def __init__(
+        self,
+        ranges: Mapping[str, tuple[float, float]],
+        samples: Mapping[str, tuple[Array, Array]],
+        *,
+        has_many: bool = False,
+    ) -> None:
+        self._ranges, self._samples, self.has_many = ranges, samples, has_many
         count = max((len(lo) for lo, _ in samples.values()), default=0)
         self.folds = FOLDS if count >= FOLDS * MIN_FOLD_SAMPLES else 2
+        # Every range includes 0. So a tensor without negative values, such as the output of a Relu, gets none.
+        self._deviations = {
+            name: (float(np.minimum(lo, 0).std()), float(np.maximum(hi, 0).std())) for name, (lo, hi) in samples.items()
+        }
 
     @classmethod
     def measure(
@@ -65,24 +79,30 @@ class SampleBounds:
     ) -> "SampleBounds":
         """Run the float model on the samples; ``memory_budget`` limits the bytes of activations in memory."""
         names = list(calibration.observers)
-        return cls(
-            {name: calibration.range(name) for name in names}, tensor_bounds(plan.model, names, samples, memory_budget)
-        )
+        bounds = tensor_bounds(plan.model, names, samples, memory_budget)
+        has_many = calibration.summary.samples > MANY_SAMPLES
+        return cls({name: calibration.range(name) for name in names}, bounds, has_many=has_many)
 
     def range(self, tensor: str, margin: float, fold: int | None = None) -> tuple[float, float]:
-        """Return the range of a tensor with a margin, without all samples that are not in ``fold``; None for all data.
+        """Return the range of a tensor with a margin, for samples of the fold before ``fold``; None for all data.
 
-        A bound of all data that is beyond the bounds of these samples stays.
+        The range is that of ``fold``; with many calibration samples, it is that of all folds but the one before. A
+        bound of all data that is clearly beyond the bounds of the left-out samples stays.
         """
         least, most = self._ranges[tensor]
         lo, hi = self._samples[tensor]
-        # Every range includes 0. So a tensor without negative values, such as the output of a Relu, gets none.
-        deviations = float(np.minimum(lo, 0).std()), float(np.maximum(hi, 0).std())
         if fold is not None:
-            kept = np.arange(len(lo)) % self.folds == fold
-            least = least if least < lo[~kept].min() else float(lo[kept].min())
-            most = most if most > hi[~kept].max() else float(hi[kept].max())
-        return least - margin * deviations[0], most + margin * deviations[1]
+            number = np.arange(len(lo)) % self.folds
+            kept = number != (fold - 1) % self.folds if self.has_many else number == fold
+            least = least if _is_beyond(-least, -lo[~kept].min()) else float(lo[kept].min())
+            most = most if _is_beyond(most, hi[~kept].max()) else float(hi[kept].max())
+        below, above = self._deviations[tensor]
+        return least - margin * below, most + margin * above
+
+
+def _is_beyond(bound: float, other: float) -> bool:
+    """Return whether a bound is larger than another one, by more than rounding."""
+    return bound > other + TOLERANCE * abs(other)
 
 
 class ChosenRanges(NamedTuple):
@@ -122,22 +142,23 @@ def search_ranges(
     clipped: frozenset[str],
     bounds: SampleBounds,
     first: int,
+    fixed: Collection[str] = (),
 ) -> ChosenRanges:
     """Choose a margin, and the groups of tensors that are clipped.
 
     ``clipped`` are the groups that may be clipped. ``first`` is the number of samples of ``bounds`` before those of
-    ``noise``. Groups that ``noise`` cannot replace are not searched: they are clipped if ``clipped`` has them.
+    ``noise``. Groups in ``fixed`` are not searched: they have no margin, and are clipped if ``clipped`` has them.
     """
     groups = [each for each in placements if each.group == each.tensor and not each.source_tensor]
-    search = _Search(noise, [each for each in groups if noise.can_replace(each.group)], calibration, bounds, first)
+    search = _Search(noise, [each for each in groups if each.group not in fixed], calibration, bounds, first)
     margin = search.best_margin() if noise.samples >= MIN_MEASURED else 0.0
     # If a margin helps, values beyond those of the calibration data matter, so nothing is clipped.
     chosen = set() if margin else search.best_clipped(clipped)
-    chosen |= {each for each in clipped if not noise.can_replace(each)}
+    chosen |= clipped & set(fixed)
     params = {
         each.group: activation_params(each, calibration, clipped=True)
         if each.group in chosen
-        else with_margin(each, calibration, bounds, margin if noise.can_replace(each.group) else 0.0)
+        else with_margin(each, calibration, bounds, 0.0 if each.group in fixed else margin)
         for each in groups
     }
     return ChosenRanges(params, frozenset(chosen), margin, bounds)
@@ -173,10 +194,12 @@ class _Search:
             return set()
         chosen, pending = set(candidates), _halves(candidates)
         plain, remaining = self._measure(0.0, ()), self._measure(0.0, chosen)
-        if plain < remaining:
+        if not np.isfinite(plain) or not plain:  # the noise cannot be measured
+            return set()
+        if not remaining <= plain:
             chosen, remaining = set(), plain
         for _ in range(MAX_MEASUREMENTS):
-            if not pending or not np.isfinite(remaining) or not remaining:
+            if not pending or not remaining:
                 break
             groups = pending.pop(0)
             changed = chosen ^ set(groups)
@@ -184,7 +207,8 @@ class _Search:
             if now < MAX_SWITCHED_NOISE * remaining:
                 chosen, remaining = changed, now
             pending += _halves(groups)
-        return chosen if remaining <= MAX_CLIPPED_NOISE * plain else set()
+        limit = MAX_CLIPPED_NOISE_MANY if self._bounds.has_many else MAX_CLIPPED_NOISE
+        return chosen if remaining <= limit * plain else set()
 
     def _is_narrower(self, group: str) -> bool:
         """Whether the clipped range of a group differs from its min-max range."""

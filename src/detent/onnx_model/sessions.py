@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from math import inf, prod
+from math import isfinite, prod
 from os import fspath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -452,15 +452,19 @@ def split_by_bytes(model: ModelProto, names: Iterable[str], feeds: Feed, budget:
 def tensor_bounds(
     model: ModelProto, names: Iterable[str], feeds: Sequence[Feed], budget: int | None = None
 ) -> dict[str, tuple[Array, Array]]:
-    """Map the names of tensors to the smallest and the largest value in each batch; 0 for an empty tensor.
+    """Map the names of tensors to the smallest and the largest finite value in each batch; 0 if there is none.
 
     ``budget`` limits the bytes of the tensors in memory; a small budget needs several runs of the model per batch.
     """
     bounds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
     for _, tensors in record_in_parts(model, bounds, feeds, budget):
         for name, array in tensors.items():
-            for each, value in zip(bounds[name], (array.min(initial=inf), array.max(initial=-inf)), strict=True):
-                each.append(float(value) if array.size else 0.0)
+            lo, hi = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
+            if not isfinite(lo) or not isfinite(hi):
+                finite = array[np.isfinite(array)]
+                lo, hi = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+            bounds[name][0].append(lo)
+            bounds[name][1].append(hi)
     return {name: (np.array(lo), np.array(hi)) for name, (lo, hi) in bounds.items()}
 
 
