@@ -242,7 +242,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             files. Weight-only recipes need no data.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         target: the runtime that the file is for, such as "onnxruntime-avx2".
-        observer: observer for activations; None searches margins of ranges, and ranges to clip. A rule's observer is used as it is.
+        observer: observer for activations; None searches margins of ranges, and ranges to clip. The range of a rule's
+            observer is used as it is.
         skip: names or glob patterns of layers to keep in float.
         keep_float: "auto" enables float fallback: a small layer that alone causes a quarter of the noise at the outputs
             is kept in float if this halves the noise; for a cheap layer, a tenth is enough. "none" disables it.
