@@ -11,7 +11,13 @@ import detent as dt
 import detent.onnx as qo
 from detent.errors import SpecError, UnsupportedError
 from detent.onnx import fast_kernels
-from detent.onnx.fast_kernels import LastLayers, choose_last_layers, choose_wide, multiplications
+from detent.onnx.fast_kernels import (
+    LastLayers,
+    choose_last_layers,
+    choose_wide,
+    multiplications,
+    recurrent_multiplications,
+)
 from detent.onnx.float_fallback import NoiseByLayer
 from detent.onnx.graph_plan import NO_KERNEL, PADDED, plan
 from detent.onnx.pipeline import output_sqnr
@@ -285,3 +291,13 @@ def test_noise_that_is_not_a_number_ends_the_choice_of_weight_bits():
     graph_plan = plan(qo.prepare(conv_chain()))
     assert choose_wide(noise, graph_plan, {line.name: 0.0 for line in graph_plan.quantized}) == {}
     assert noise.noise_with.call_count == 1
+
+
+def test_recurrent_layers_and_loops_count_one_multiplication_per_weight_and_step():
+    m = Maker()
+    inputs = ["x", m.constant(weights(1, 12, 4)), m.constant(weights(1, 12, 3))]
+    state = m.add("GRU", inputs, hidden_size=3)
+    graph = Graph(m.model([("x", [5, 1, 4])], [state]))
+    feed = {"x": np.zeros((5, 7, 4), np.float32)}
+    assert recurrent_multiplications(graph, feed) == (12 * 4 + 12 * 3) * 7
+    assert recurrent_multiplications(Graph(conv_chain()), feed) == 0

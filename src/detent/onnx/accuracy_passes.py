@@ -57,6 +57,7 @@ from detent.onnx.fast_kernels import (
     choose_slow_weights,
     choose_wide,
     multiplications,
+    recurrent_multiplications,
     with_last_layers,
 )
 from detent.onnx.float_fallback import NoiseByLayer, choose_float
@@ -202,7 +203,8 @@ def decide_with_data(
     with running("choosing samples"):
         chosen = choose_samples(graph_plan.model, batches)
         # If batches are not cut, a whole batch is a sample.
-        per_sample = sum(work.values()) * samples_in(chosen[0]) / samples_in(batches.check_first())
+        total = sum(work.values()) + recurrent_multiplications(graph_plan.graph, batches.check_first())
+        per_sample = total * samples_in(chosen[0]) / samples_in(batches.check_first())
         samples = EFFORTS[options.effort].samples(chosen, per_sample)
         _announce_time(graph_plan.model, batches, chosen, per_sample, options.effort)
     graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, samples, options, run.memory_budget)

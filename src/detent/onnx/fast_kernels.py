@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from detent.onnx.float_fallback import NEGLIGIBLE_NOISE, NoiseByLayer, search_by_halves
 from detent.onnx.graph_plan import NO_KERNEL, GraphPlan, LayerPlan, Preference
+from detent.onnx_model.graph import Graph, reads, subgraphs
 from detent.onnx_model.sessions import FLOAT_NBYTES, tensor_nbytes
 
 __all__ = [
@@ -29,9 +30,11 @@ __all__ = [
     "choose_slow_weights",
     "choose_wide",
     "multiplications",
+    "recurrent_multiplications",
     "with_last_layers",
 ]
 
+RECURRENT = ("LSTM", "GRU", "RNN", "Loop", "Scan")
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
 
@@ -61,6 +64,20 @@ def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:
         axis = 0 if is_spread[name] else layer.axis
         counts[name] = sizes[tensors[name]] / FLOAT_NBYTES * (prod(layer.shape) / layer.shape[axis])
     return counts
+
+
+def recurrent_multiplications(graph: Graph, feed: Feed) -> float:
+    """Estimate the multiplications of recurrent layers and loops on a batch: one per weight and step.
+
+    The number of steps is not known before the model runs: the longest axis of an input, after the first, estimates it.
+    """
+    weights = 0
+    for node in graph.nodes:
+        if node.op_type in RECURRENT:
+            weights += sum(prod(graph.constants[name].dims) for name in reads(node) if name in graph.constants)
+            weights += sum(prod(each.dims) for body in subgraphs(node) for each in body.initializer)
+    steps = max((size for array in feed.values() for size in array.shape[1:]), default=1)
+    return float(weights * steps)
 
 
 class LastLayers(NamedTuple):
