@@ -84,6 +84,9 @@ bench-onnx: $(TOOLED) ## compare ONNX files of detent and other tools, with and 
 
 bench-unseen: $(TOOLED) ## compare ONNX files of about 50 models that detent was not developed on; update the table
 	$(QUIET) $(BENCH) benchmarks/onnx_unseen.py --resume --output benchmarks/results/onnx_unseen.json
+	$(QUIET) $(BENCH) benchmarks/onnx_unseen.py --models bert-large matting-1024 --tools "ORT MinMax" detent "detent, fast" \
+		--output benchmarks/results/onnx_large.json
+	$(QUIET) $(BENCH) benchmarks/onnx_stability.py --output benchmarks/results/onnx_stability.json
 	$(RUN) benchmarks/render_unseen.py
 
 bench-mixed: $(STAMP) ## compare mixed precision with uniform bit widths; update the tables

@@ -1,4 +1,4 @@
-"""Render the table of unseen models of docs/onnx-benchmark.md from the committed results.
+"""Render the tables of unseen models of docs/onnx-benchmark.md from the committed results.
 
 ::
 
@@ -13,7 +13,9 @@ from unseen_goals import OURS, Comparison, compare, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "onnx-benchmark.md"
-RESULT = ROOT / "benchmarks" / "results" / "onnx_unseen.json"
+RESULTS = ROOT / "benchmarks" / "results"
+RESULT = RESULTS / "onnx_unseen.json"
+STABILITY, LARGE = RESULTS / "onnx_stability.json", RESULTS / "onnx_large.json"
 HEAD = ("model", "SQNR in dB", "best other", "agreement", "best other", "time", "ORT", "size", "best other", "not met")
 
 
@@ -25,10 +27,59 @@ def by_model(result: dict) -> dict[str, dict[str, dict]]:
     return rows
 
 
-def rendered(result: dict) -> dict[str, str]:
+def rendered(result: dict, stability: dict, large: dict) -> dict[str, str]:
     """Render each section by its name, as Markdown."""
     models = by_model(result)
-    return {"unseen-table": _table(models), "unseen-summary": _summary(models)}
+    return {
+        "unseen-table": _table(models),
+        "unseen-summary": _summary(models),
+        "unseen-stability": _stability(stability["rows"]),
+        "unseen-large": _large(by_model(large)),
+    }
+
+
+def _stability(rows: list[dict]) -> str:
+    """Render a row per model and part of the benchmark of stability."""
+    lines = ["| model | what changes | SQNR in dB | largest loss in dB | goal |", "|---|---|---|--:|---|"]
+    for row in rows:
+        cells = row["model"], *_PARTS[row["part"]](row), "met" if row["ok"] else "**not met**"
+        lines.append(_row(cells))
+    return "\n".join(lines)
+
+
+def _orders(row: dict) -> tuple[str, str, str]:
+    ratios = row["sqnr_db"]
+    text = f"{min(ratios):.1f} to {max(ratios):.1f}"
+    return f"order and batch size, {len(ratios)} runs", text, f"{row['spread_db']:.1f}"
+
+
+def _counts(row: dict) -> tuple[str, str, str]:
+    text = ", ".join(f"{count}: {ratio:.1f}" for count, ratio in row["sqnr_db"].items())
+    return "number of samples", text, f"{row['loss_db']:.1f}"
+
+
+def _skipping(row: dict) -> tuple[str, str, str]:
+    text = "; ".join(", ".join(f"{ratio:.1f}" for ratio in chain) for chain in row["sqnr_db"])
+    return "more and more layers skipped", text, f"{row['loss_db']:.1f}"
+
+
+_PARTS = {"orders": _orders, "counts": _counts, "skipping": _skipping}
+
+
+def _large(models: dict[str, dict[str, dict]]) -> str:
+    """Render the cost of quantizing large models."""
+    lines = [
+        "| model | tool | CPU time / that of ORT MinMax | memory growth / that of ORT MinMax |",
+        "|---|---|--:|--:|",
+    ]
+    for name, rows in models.items():
+        base = rows["ORT MinMax"]
+        for tool, row in rows.items():
+            absolute = tool == "ORT MinMax"
+            cost = f"{row['cpu_seconds']:.0f} s" if absolute else f"{row['cpu_seconds'] / base['cpu_seconds']:.2f}"
+            memory = f"{row['growth'] / 2**20:.0f} MB" if absolute else f"{row['growth'] / base['growth']:.2f}"
+            lines.append(_row((name, tool, cost, memory)))
+    return "\n".join(lines)
 
 
 def _table(models: dict[str, dict[str, dict]]) -> str:
@@ -75,8 +126,8 @@ def _summary(models: dict[str, dict[str, dict]]) -> str:
 
 def main() -> None:
     """Write the page."""
-    result = json.loads(RESULT.read_text(encoding="utf-8"))
-    PAGE.write_text(placed(PAGE.read_text(encoding="utf-8"), rendered(result)), encoding="utf-8")
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in (RESULT, STABILITY, LARGE)]
+    PAGE.write_text(placed(PAGE.read_text(encoding="utf-8"), rendered(*results)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def _quality(row: dict, best: dict) -> list[str]:
         failures += [f"SQNR {margin:+.1f} dB"] if margin < -MAX_DB_BELOW else []
     if row.get("agreement") is not None and best["agreement"] is not None:
         points = 100 * (row["agreement"] - best["agreement"])
-        failures += [f"decisions {points:+.1f} points"] if points < -MAX_POINTS_BELOW else []
+        failures += [f"agreement {points:+.1f} points"] if points < -MAX_POINTS_BELOW else []
     return failures
 
 

@@ -49,7 +49,7 @@ def test_equal_files_meet_all_goals(goals):
         ({"sqnr_db": 19.0}, {}, ["SQNR -1.0 dB"]),
         ({"sqnr_db": None}, {}, []),
         ({"agreement": 0.986}, {}, []),
-        ({"agreement": 0.98}, {}, ["decisions -1.0 points"]),
+        ({"agreement": 0.98}, {}, ["agreement -1.0 points"]),
         ({"cpu_1": {"ratio": 0.52}}, {}, []),
         ({"cpu_1": {"ratio": 0.6}}, {}, ["time 1.20x of ONNX Runtime's file"]),
         ({"cpu_1": {"ratio": 0.97}}, {}, ["time 0.97 of float, ONNX Runtime's 0.50"]),
