@@ -452,7 +452,7 @@ def split_by_bytes(model: ModelProto, names: Iterable[str], feeds: Feed, budget:
 def tensor_bounds(
     model: ModelProto, names: Iterable[str], feeds: Sequence[Feed], budget: int | None = None
 ) -> dict[str, tuple[Array, Array]]:
-    """Map the names of tensors to the smallest and the largest finite value in each batch; 0 if there is none.
+    """Map the names of tensors to the smallest and the largest finite value in each batch, or to 0 without such values.
 
     ``budget`` limits the bytes of the tensors in memory; a small budget needs several runs of the model per batch.
     """
