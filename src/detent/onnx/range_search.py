@@ -18,6 +18,7 @@ A fold is small, because a model sees more data in use than in calibration: rang
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
@@ -36,9 +37,9 @@ __all__ = ["MIN_SAMPLES", "ChosenRanges", "SampleBounds", "search_ranges"]
 Array = NDArray[Any]
 Feed = dict[str, Array]
 
-MARGINS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)  # in standard deviations
+MARGINS = (0.5, 1.0, 1.5, 2.0, 3.0)  # in standard deviations
 MIN_SAMPLES = 4  # with fewer samples, ranges are not searched
-MIN_MEASURED = 8  # with fewer samples on which noise is measured, there are no margins: large values are too rare
+MIN_MEASURED = 8  # margins are searched only if noise is measured on so many samples: large values are rare
 FOLDS, MIN_FOLD_SAMPLES = 4, 4  # there are only two folds if four would be smaller
 MAX_EXCESS_NOISE = 1.26  # times the least noise of all margins (1 dB); the smallest margin below it is chosen
 MAX_MEASUREMENTS = 16  # limit on the measurements of clipped ranges
@@ -181,11 +182,18 @@ class _Search:
 
     def best_margin(self) -> float:
         """Return the smallest margin whose noise is close to the least; 0 if the noise cannot be measured."""
-        noises: dict[float, float] = {}
-        for margin in MARGINS if self._placements else ():
-            noises[margin] = self._measure(margin, (), MAX_EXCESS_NOISE * min(noises.values(), default=inf))
-        least = min(noises.values(), default=0.0)
+        if not self._placements:
+            return 0.0
+        noises = {0.0: self._plain}
+        for margin in MARGINS:
+            noises[margin] = self._measure(margin, (), MAX_EXCESS_NOISE * min(noises.values()))
+        least = min(noises.values())
         return next((margin for margin, each in noises.items() if each <= MAX_EXCESS_NOISE * least), 0.0)
+
+    @cached_property
+    def _plain(self) -> float:
+        """Noise without margins and clipped ranges."""
+        return self._measure(0.0, ())
 
     def best_clipped(self, clipped: Collection[str]) -> set[str]:
         """Return the groups that are clipped; none if clipping gains too little."""
@@ -193,9 +201,10 @@ class _Search:
         if not candidates:
             return set()
         chosen, pending = set(candidates), _halves(candidates)
-        plain, remaining = self._measure(0.0, ()), self._measure(0.0, chosen)
+        plain = self._plain
         if not np.isfinite(plain) or not plain:  # the noise cannot be measured
             return set()
+        remaining = self._measure(0.0, chosen)
         if not remaining <= plain:
             chosen, remaining = set(), plain
         for _ in range(MAX_MEASUREMENTS):
