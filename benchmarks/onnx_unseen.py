@@ -1,4 +1,4 @@
-"""Post-training quantization of models that detent was not developed on, with detent, ONNX Runtime and NNCF.
+"""Post-training quantization of models outside the zoo, with detent, ONNX Runtime and NNCF.
 
 ::
 
@@ -118,7 +118,7 @@ def save_json(result: dict, path: Path) -> None:
 
 def main() -> None:
     """Run the benchmark and print the table."""
-    parser = argparse.ArgumentParser(description="Compare tools on models that detent was not developed on.")
+    parser = argparse.ArgumentParser(description="Compare tools on models outside the zoo.")
     parser.add_argument("--quick", action="store_true", help="three models, two tools, few rounds")
     parser.add_argument("--models", nargs="+", choices=ALL_UNSEEN, metavar="MODEL")
     parser.add_argument("--tools", nargs="+", choices=UNSEEN_TOOLS, metavar="NAME")

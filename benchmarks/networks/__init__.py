@@ -1,4 +1,4 @@
-"""Networks that detent was not developed on, with data: built in code, trained for seconds, exported to ONNX."""
+"""Networks outside the zoo, with data: built in code, trained for seconds, exported to ONNX."""
 
 from networks.catalog import LARGE_NETWORKS, NETWORKS
 from networks.network import Export, Network
