@@ -5,8 +5,9 @@ float if all of these conditions hold:
 
 - Quantizing only this layer causes at least a quarter of the remaining noise.
 - All layers kept in float hold at most a tenth of the model's weight bytes.
-- Keeping the layer in float removes over half of the remaining noise. A tenth is enough for a cheap layer: one with
-  at most 2 % of the multiplications and 1 % of the weight bytes.
+- Keeping the layer in float removes enough of the remaining noise: over 5 times the layer's share of the model's cost,
+  but at least a tenth, and at most half is required. The cost is counted in weight bytes and in multiplications; the
+  larger of both shares counts.
 - Another layer remains quantized.
 
 The last condition matters if the noise is as large as the signal, because the errors of several layers may then cancel.
@@ -38,8 +39,8 @@ MIN_NOISE_SHARE = 0.25  # share of the remaining noise; with less, float weights
 MAX_WEIGHT_SHARE = 0.1  # share of the model's weight bytes; more would undo the compression
 MAX_LAYERS = 8  # limit on the layers kept in float
 NEGLIGIBLE_NOISE = 1e-3  # noise relative to the power of an output (30 dB); below it, no layer gets more precision
-MAX_REMAINING_NOISE, MAX_REMAINING_NOISE_CHEAP = 0.5, 0.9  # times the noise before; less must remain
-MAX_CHEAP_WORK, MAX_CHEAP_BYTES = 0.02, 0.01  # shares of the multiplications and of the weight bytes
+REMOVED_NOISE_PER_COST = 5.0  # share of the remaining noise that float must remove, per share of the model's cost
+MIN_REMOVED_NOISE, MAX_REMOVED_NOISE = 0.1, 0.5  # limits of that share
 SEARCH_SAMPLES = 2  # samples for the search; candidates are then measured on all samples
 
 Array = NDArray[Any]
@@ -63,11 +64,7 @@ def choose_float(
         return {}
     sizes = {line.name: line.nbytes_before for line in plan.layers}
     spare = MAX_WEIGHT_SHARE * plan.nbytes_before
-    cheap = {
-        name
-        for name, size in sizes.items()
-        if work.get(name, 0.0) <= MAX_CHEAP_WORK * sum(work.values()) and size <= MAX_CHEAP_BYTES * plan.nbytes_before
-    }
+    required = {name: _required_gain(size / plan.nbytes_before, _share(work, name)) for name, size in sizes.items()}
     kept: dict[str, float] = {}
     rejected: set[str] = set()
     while len(kept) < MAX_LAYERS:
@@ -80,13 +77,27 @@ def choose_float(
         name = max(alone, key=lambda name: alone[name] / sizes[name])
         changed = replan([*kept, name])
         without = noise.noise_of(changed)
-        limit = MAX_REMAINING_NOISE_CHEAP if name in cheap else MAX_REMAINING_NOISE
-        if changed.quantized and without < limit * remaining:
+        if changed.quantized and without < (1 - required[name]) * remaining:
             kept[name] = (remaining - without) / total
             remaining, spare = without, spare - sizes[name]
         else:
             rejected.add(name)
     return kept
+
+
+def _required_gain(byte_share: float, work_share: float) -> float:
+    """Return the share of the noise that a layer must remove to be kept in float.
+
+    >>> _required_gain(0.001, 0.01), _required_gain(0.03, 0.02), _required_gain(0.05, 0.4)
+    (0.1, 0.15, 0.5)
+    """
+    share = REMOVED_NOISE_PER_COST * max(byte_share, work_share)
+    return min(max(share, MIN_REMOVED_NOISE), MAX_REMOVED_NOISE)
+
+
+def _share(work: Mapping[str, float], name: str) -> float:
+    total = sum(work.values())
+    return work.get(name, 0.0) / total if total else 0.0
 
 
 class NoiseByLayer:

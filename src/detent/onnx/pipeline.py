@@ -246,7 +246,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             observer is used as it is.
         skip: names or glob patterns of layers to keep in float.
         keep_float: "auto" enables float fallback: a small layer that alone causes a quarter of the noise at the outputs
-            is kept in float if this halves the noise; for a cheap layer, a tenth is enough. "none" disables it.
+            is kept in float if this removes enough noise: a tenth for a cheap layer, up to half for an expensive one.
+            "none" disables float fallback.
         bias_correction: change biases to cancel the mean error of each output channel.
         equalize: apply cross-layer equalization to convolutions where it helps.
         smooth: apply SmoothQuant to matmuls where it helps.
