@@ -245,8 +245,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         observer: observer for activations; None searches margins of ranges, and ranges to clip. The range of a rule's
             observer is used as it is.
         skip: names or glob patterns of layers to keep in float.
-        keep_float: "auto" enables float fallback: a small layer that alone causes a quarter of the noise at the outputs
-            is kept in float if this removes enough noise: a tenth for a cheap layer, up to half for an expensive one.
+        keep_float: "auto" enables float fallback: a small layer that alone causes a tenth of the noise at the outputs
+            is kept in float if this removes enough noise: 15 % for a cheap layer, up to half for an expensive one.
             "none" disables float fallback.
         bias_correction: change biases to cancel the mean error of each output channel.
         equalize: apply cross-layer equalization to convolutions where it helps.
