@@ -278,6 +278,7 @@ GOLDEN = {  # by rewrite_version: different bytes need a new version, and a new 
     2: {"chain": "3ec2536f89a809c1", "lookup": "85be936afdd9f625"},
     3: {"chain": "45979517ffe8cd42", "lookup": "c91c4f59f306a345", "last": "1b8e12a2328e22c4"},
     4: {"chain": "58ad02b1f419377d", "lookup": "4ec8ad3391008044", "last": "9ee16bd9bac93b2a"},
+    5: {"chain": "44d1b63c7b45636a", "lookup": "aaedaec65d2e3a8d", "last": "09644c82dadff44c"},
 }
 
 

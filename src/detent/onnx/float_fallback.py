@@ -6,8 +6,8 @@ float if all of these conditions hold:
 - Quantizing only this layer causes at least a tenth of the remaining noise.
 - All layers kept in float hold at most a tenth of the model's weight bytes.
 - Keeping the layer in float removes enough of the remaining noise: over 3 times the layer's share of the model's cost,
-  with a minimum of 15 % and a maximum of 50 %. The cost is counted in weight bytes and in multiplications; the larger of
-  both shares counts. With the minimum, a few samples suffice to tell a gain from chance.
+  with a minimum of 15 % and a maximum of 50 %. The cost is counted in weight bytes and in multiplications; the larger
+  of both shares counts. With the minimum, a few samples suffice to tell a gain from chance.
 - Another layer remains quantized.
 
 The last condition matters if the noise is as large as the signal, because the errors of several layers may then cancel.
@@ -41,6 +41,7 @@ MAX_LAYERS = 8  # limit on the layers kept in float
 NEGLIGIBLE_NOISE = 1e-3  # noise relative to the power of an output (30 dB); below it, no layer gets more precision
 REMOVED_NOISE_PER_COST = 3.0  # share of the remaining noise that float must remove, per share of the model's cost
 MIN_REMOVED_NOISE, MAX_REMOVED_NOISE = 0.15, 0.5  # limits of that share
+MEASURED_TYPES = (TensorProto.UNDEFINED, TensorProto.FLOAT, TensorProto.FLOAT16)  # types of outputs with noise
 SEARCH_SAMPLES = 2  # samples for the search; candidates are then measured on all samples
 
 Array = NDArray[Any]
@@ -118,7 +119,7 @@ class NoiseByLayer:
         switches = [Switch(_flag(tensor), tensor, each) for tensor, each in params.items()]
         by_layer = {name: [name] for name in self._weights}
         self._model = SwitchableModel(plan.model, by_layer, switches, plan.target)
-        self._outputs = [each for each in array_outputs(plan.model) if plan.graph.kind(each) in {0, TensorProto.FLOAT}]
+        self._outputs = [each for each in array_outputs(plan.model) if plan.graph.kind(each) in MEASURED_TYPES]
         self._references = ReferenceOutputs(self._outputs, [self._run(feed, frozenset()) for feed in samples])
         self._all = frozenset((*self.layers, *map(_flag, params)))  # a layer may have the name of a tensor
         for i, feed in enumerate(samples):

@@ -169,8 +169,8 @@ class ReferenceOutputs:
     """Float outputs of some samples, with which quantized outputs are compared."""
 
     def __init__(self, names: Sequence[str], outputs: Sequence[Sequence[Array]]) -> None:
-        self.names, self._outputs = names, outputs
-        by_name = list(zip(*outputs, strict=True))
+        self.names, self._outputs = names, [[_wide(each) for each in one] for one in outputs]
+        by_name = list(zip(*self._outputs, strict=True))
         self._powers = [mean_power([each for each in one if each.dtype == np.float32]) for one in by_name]
         self._compared = [list(range(len(names))) for _ in outputs]  # positions of outputs, by sample
 
@@ -180,7 +180,7 @@ class ReferenceOutputs:
         return sum(map(len, self._compared))
 
     def leave_out(self, sample: int, quantized: Sequence[Array]) -> None:
-        """Leave out the outputs of a sample that are empty, are not float32, or have another shape in ``quantized``."""
+        """Leave out the outputs of a sample that are empty, are not float, or have another shape in ``quantized``."""
         pairs = zip(self._outputs[sample], quantized, strict=True)
         same = [old.shape == new.shape and old.size > 0 and old.dtype == np.float32 for old, new in pairs]
         for name, is_same in zip(self.names, same, strict=True):
@@ -193,8 +193,13 @@ class ReferenceOutputs:
 
         If the shape of a quantized output differs from that of the float output, the noise is 1.
         """
-        pairs = ((i, self._outputs[sample][i], quantized[i]) for i in self._compared[sample])
+        pairs = ((i, self._outputs[sample][i], _wide(quantized[i])) for i in self._compared[sample])
         return [noise(old, new) / self._powers[i] if old.shape == new.shape else 1.0 for i, old, new in pairs]
+
+
+def _wide(output: Array) -> Array:
+    """Return float16 outputs as float32, in which noise does not overflow; others are returned unchanged."""
+    return output.astype(np.float32) if output.dtype == np.float16 else output
 
 
 def gain_db(remaining: float) -> float:

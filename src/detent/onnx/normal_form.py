@@ -1,6 +1,7 @@
 """Normal form: the form into which ``qo.prepare`` brings a model before ``qo.plan`` plans it.
 
 - Functions are inlined, and the opset is new enough for the Q/DQ nodes.
+- Float16 models compute in float32; their inputs and outputs stay float16 (``half_precision``).
 - All constants are initializers. This includes outputs of Constant nodes, outputs of nodes that read only constants,
   and constants that the model lists as inputs.
 - Every node has a unique name.
@@ -26,8 +27,9 @@ from onnx import GraphProto, ModelProto, NodeProto, defs, helper, numpy_helper, 
 
 from detent.errors import SpecError, UnsupportedError
 from detent.onnx.batchnorm import fold
+from detent.onnx.half_precision import is_float16, widen
 from detent.onnx_model.files import ModelSource, load
-from detent.onnx_model.graph import MAIN, MOVING, QUANTIZERS, Graph, array_of, subgraphs
+from detent.onnx_model.graph import MAIN, MOVING, QUANTIZERS, Graph, array_of, attribute_of, subgraphs
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors, without_weights
 
 __all__ = ["NormalForm", "convert", "needed_opset", "prepare", "to_normal_form"]
@@ -135,7 +137,7 @@ def prepare(
         force: accept a model that is already quantized.
 
     Raises:
-        UnsupportedError: the model is already quantized, computes in float16, or cannot be converted.
+        UnsupportedError: the model is already quantized, computes in bfloat16, or cannot be converted.
 
     >>> from onnx import parser
     >>> prepared = prepare(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -166,7 +168,7 @@ def to_normal_form(
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     _check_supported(model, force=force)
-    graph = Graph(model)
+    graph = Graph(_in_float32(model) if is_float16(model) else model)
     _drop_constant_inputs(graph)
     _constants_as_initializers(graph)
     graph = Graph(convert(graph.finish(), opset, feed, ir_version))
@@ -194,12 +196,23 @@ def _check_supported(model: ModelProto, *, force: bool) -> None:
             f"the model is already quantized (it has {', '.join(present)} nodes): quantize the float model instead, or "
             "pass force=True (--allow-quantized) to quantize the remaining float layers"
         )
-    halves = [tensor for tensor in model.graph.initializer if tensor.data_type in {10, 16}]
-    if halves and not any(tensor.data_type == onnx.TensorProto.FLOAT for tensor in model.graph.initializer):
-        name = onnx.TensorProto.DataType.Name(halves[0].data_type)
+    weights = {tensor.data_type: tensor.name for tensor in model.graph.initializer}
+    if onnx.TensorProto.BFLOAT16 in weights and onnx.TensorProto.FLOAT not in weights:
         raise UnsupportedError(
-            f"the model computes in {name} (tensor {halves[0].name!r}), expected float32: export it in float32"
+            f"the model computes in bfloat16 (tensor {weights[onnx.TensorProto.BFLOAT16]!r}), expected float32 or "
+            "float16: export it in float32"
         )
+
+
+def _in_float32(model: ModelProto) -> ModelProto:
+    """Widen a float16 model; a Cast whose input and output are float32 becomes an Identity, which is dropped later."""
+    graph = Graph(_with_shapes(widen(model)))
+    for node in graph.nodes:
+        is_cast = node.op_type == "Cast" and node.domain in MAIN
+        if is_cast and attribute_of(node, "to") == graph.kind(node.input[0]) == onnx.TensorProto.FLOAT:
+            node.op_type = "Identity"
+            del node.attribute[:]
+    return graph.finish()
 
 
 def _drop_constant_inputs(graph: Graph) -> None:
