@@ -564,7 +564,7 @@ def test_files_that_are_no_recipes(tmp_path):
         ("a.toml", b"\xff", dt.FileFormatError, "UTF-8"),
         ("a.json", b" " * (1 << 20) + b"1", dt.FileFormatError, "1048576 bytes"),
         ("b.json", b"{}", dt.SpecError, r"b\.json: got a recipe with the keys"),
-        ("b.toml", b"=", dt.SpecError, r"b\.toml: not the TOML of a recipe"),
+        ("b.toml", b"=", dt.SpecError, r"b\.toml: the text is not the TOML of a recipe"),
     ):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(error, match=words):

@@ -274,7 +274,7 @@ def decode_array(value: object, what: str, *, error: type[DetentError] = FileFor
     dtype, listed = entry["dtype"], entry["values"]
     if not isinstance(dtype, str) or dtype not in _STORED_DTYPES or not isinstance(listed, list):
         raise error(
-            f"got {brief(entry)} for {what}, expected a list of numbers in 'values', and in 'dtype' one of "
+            f"got {brief(entry)} for {what}, expected a list of numbers as 'values', and as 'dtype' one of "
             f"{', '.join(sorted(_STORED_DTYPES))}"
         )
     shape = entry["shape"]
@@ -329,9 +329,7 @@ def parse_call(what: str, text: str, signatures: Mapping[str, tuple[str, ...]]) 
         key = keyword[1] if keyword else "" if by_keyword or place >= len(names) else names[place]
         if key not in names or key in settings:
             expected = (
-                f"expected at most these settings, in this order: {', '.join(names)}"
-                if names
-                else "expected no settings"
+                f"expected at most the settings {', '.join(names)}, in this order" if names else "expected no settings"
             )
             raise SpecError(f"unexpected setting {part.strip()!r} of {what} {text!r}: {expected}")
         settings[key] = _value(keyword[2] if keyword else part.strip())

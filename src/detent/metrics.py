@@ -151,7 +151,7 @@ class OutputComparison:
             return "not an array"  # for example a sequence of tensors
         if x.dtype.kind not in "fiub" or (x.dtype.kind == "f") != (y.dtype.kind == "f"):
             return (
-                f"type {x.dtype}"
+                f"type {x.dtype} is not supported"
                 if x.dtype == y.dtype
                 else f"type {x.dtype} {self._where[0]}, {y.dtype} {self._where[1]}"
             )
@@ -326,7 +326,7 @@ def _pair(x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
     a, b = float_array(x, "x"), float_array(y, "y")
     if a.shape != b.shape:
         raise ShapeError(
-            f"got x of shape {a.shape} and y of shape {b.shape}, expected equal shapes: check what is compared"
+            f"got x of shape {a.shape} and y of shape {b.shape}, expected equal shapes: pass arrays of equal shape"
         )
     return a, b
 

@@ -300,8 +300,9 @@ def fake_quantize_dynamic(
     low, high, nonfinite = minmax(data, tiling)
     if (low > high).any():
         raise RangeError(
-            f"x is not finite in {nonfinite} of {data.size} elements, so {int((low > high).sum())} of {low.size} "
-            "parameter sets have no finite element: replace NaN and infinities, or use a coarser granularity"
+            f"x is not finite in {nonfinite} of {data.size} elements, which leaves {int((low > high).sum())} of "
+            f"{low.size} parameter sets without a finite element: replace NaN and infinities, or use a coarser "
+            "granularity"
         )
     params = QuantParams.from_range(spec, low, high, dtype=compute_dtype(data.dtype))
     plan = find_plan("fake_quantize", data.shape, data.dtype, spec)

@@ -340,7 +340,7 @@ class QuantParams:
         Raises:
             ParamsError: the text is not JSON of ``to_json``, or the parameters are invalid.
         """
-        with reading("not the JSON of a QuantParams", error=ParamsError, keep=DetentError):
+        with reading("the text is not the JSON of a QuantParams", error=ParamsError, keep=DetentError):
             data = parse(text, "a QuantParams", error=ParamsError)
             check_version(data.pop("version"), JSON_VERSION, "QuantParams", error=ParamsError)
             spec = QuantSpec.from_dict(data.pop("spec"))

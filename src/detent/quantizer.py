@@ -214,7 +214,7 @@ class FakeQuantize:
         if x is None:
             if self._last is None:
                 raise NotCalibratedError(
-                    "backward(g) was called before forward: call forward(x) first, or pass x: backward(g, x)"
+                    "backward(g) was called before forward: call forward(x) first, or use backward(g, x)"
                 )
             return self._last
         if self._last is None:
@@ -483,7 +483,7 @@ def _split_state(flat: Mapping[str, Any]) -> _SavedState:
     arrays = {name: value for name, value in flat.items() if name not in _SCALARS and not name.startswith(_OBSERVER)}
     if scalars["initialized"] != bool(arrays):
         raise StateError(
-            f"inconsistent state: initialized is {scalars['initialized']}, and the arrays are "
+            f"inconsistent state: initialized is {scalars['initialized']}, but the arrays are "
             f"{sorted(arrays) or 'missing'}: pass the result of state_dict()"
         )
     with reading("cannot read the spec of the state", error=StateError):

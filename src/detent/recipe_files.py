@@ -134,7 +134,7 @@ def _parsed(text: str, kind: str, parse: Callable[[], object]) -> Contents:
         )
     if len(text) > SIZE_LIMIT:
         raise SpecError(f"got {len(text)} characters, expected at most {SIZE_LIMIT} for a recipe")
-    with reading(f"not the {kind} of a recipe", error=SpecError, keep=SpecError):
+    with reading(f"the text is not the {kind} of a recipe", error=SpecError, keep=SpecError):
         data = parse()
     return _contents(data)
 
@@ -144,7 +144,7 @@ def _toml_data(text: str) -> object:
     dots = max((line.count(".") for line in _QUOTED.sub("", text).split("\n")), default=0)
     if dots > DOTS_LIMIT:
         raise SpecError(
-            f"not the TOML of a recipe: a line has {dots} dots outside of strings, expected at most {DOTS_LIMIT}: "
+            f"the TOML of a recipe has a line with {dots} dots outside of strings, expected at most {DOTS_LIMIT}: "
             "split the line"
         )
     return tomllib.loads(text)

@@ -54,7 +54,7 @@ class ScaleMode:
         Raises:
             SpecError: the text is not the JSON of a mode.
         """
-        complaint = f"not the JSON of a scale mode, expected for example {EMA().to_json()!r}"
+        complaint = f"the text is not the JSON of a scale mode, expected for example {EMA().to_json()!r}"
         with reading(complaint, error=SpecError):
             data = parse(text, "a scale mode", error=SpecError)
             return _MODES[data.pop("kind")](**data)

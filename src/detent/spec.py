@@ -267,7 +267,7 @@ class QuantSpec:
     def from_dict(cls, data: Mapping[str, object]) -> "QuantSpec":
         """Make a spec from the data of ``to_dict``."""
         names = [field.name for field in fields(cls)]
-        with reading("not a stored QuantSpec", error=SpecError):
+        with reading("the data do not describe a QuantSpec", error=SpecError):
             entries = table(data, "a QuantSpec", names, error=SpecError, version=JSON_VERSION)
             if None in entries.values() or not isinstance(entries["format"], str):
                 raise SpecError(f"got {data!r}, expected a format name in 'format', and no None in other fields")

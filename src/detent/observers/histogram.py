@@ -250,8 +250,8 @@ def _row_indices(rows: NDArray[np.int64]) -> NDArray[np.int16]:
 def _as_units(counts: Counts) -> Counts:
     if counts.size and int(counts.max()) >= 1 << (62 - WEIGHT_BITS):
         raise RangeError(
-            f"one bin has {int(counts.max()):,} elements that were observed without weights, too many for adding "
-            "weighted elements: observe weighted elements with a new observer"
+            f"one bin counts {int(counts.max()):,} elements without weights, too many to also count weighted elements: "
+            "use a new observer for weighted elements"
         )
     units: Counts = np.left_shift(counts, WEIGHT_BITS)
     return units

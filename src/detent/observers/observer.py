@@ -342,7 +342,7 @@ class Observer(ABC):
             FileFormatError: the bytes are malformed, or from an observer of another class.
         """
         arrays, metadata = storage.loads(data)
-        with reading(f"not the bytes of a {cls.__name__}"):
+        with reading(f"the bytes do not contain a {cls.__name__}"):
             text = table(metadata, "the metadata", (METADATA,))[METADATA]
             entries = table(parse(text, METADATA), METADATA, ("kind", "settings", "state"))
             if entries["kind"] != cls.__name__:

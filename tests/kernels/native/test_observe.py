@@ -304,7 +304,7 @@ def test_sets_without_a_finite_element(granularity, shape, dtype):
     for kernels in ("native", "reference"):
         kind, message = dynamic(kernels, x, spec_of("int8", granularity))
         assert kind is RangeError
-        pattern = r"x is not finite in 9 of \d+ elements, so 1 of \d parameter sets have no finite element"
+        pattern = r"x is not finite in 9 of \d+ elements, which leaves 1 of \d parameter sets without a finite element"
         assert re.search(pattern, message)
 
 

@@ -233,6 +233,6 @@ def _slope(xp: Any, spec: QuantSpec, ste: Estimator, wide: Any, scale: Any, zero
         slope = 1.0 - curve * curve
     else:
         raise UnsupportedError(
-            f"got estimator {ste!r}, which has no kernel: pass a built-in estimator, or use a Plan for callables"
+            f"kernels do not support the estimator {ste!r}: pass a built-in estimator, or use a Plan for a callable"
         )
     return xp.where(xp.isnan(slope), xp.zeros_like(slope), slope)

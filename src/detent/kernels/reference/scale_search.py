@@ -75,7 +75,7 @@ FACTORS = _factors()
 def best_scales(
     x: Array, tiling: Tiling, spec: QuantSpec, bounds: Pair, start: Pair, least: float
 ) -> tuple[Array, Array, Float64]:
-    """Return the scale and zero point with the least squared error found for each parameter set, and this error.
+    """Search for each parameter set's scale and zero point with the least squared error; return both and the error.
 
     ``bounds`` are the smallest and the largest value of each set. ``start`` are the min-max scale and zero point of
     each set. All four arrays have the scale's shape and the compute type of x. No scale is below ``least``.
