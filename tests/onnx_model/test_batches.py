@@ -201,7 +201,9 @@ def test_the_model_may_fix_the_batch_size(tmp_path):
     assert shapes(open_batches(tmp_path / "d.npz", [FIXED])) == [{"x": (4, 3)}] * 2
     refusal(dt.ShapeError, ["batch size of 2", "expects 4"], tmp_path / "d.npz", [FIXED], batch_size=2)
     np.savez(tmp_path / "d.npz", x(9))
-    refusal(dt.ShapeError, ["samples, 9", "batch size, 4", "remove 1, or add 3"], tmp_path / "d.npz", [FIXED])
+    refusal(
+        dt.ShapeError, ["samples, 9", "batch size, 4", "remove 1 of the samples, or add 3"], tmp_path / "d.npz", [FIXED]
+    )
 
 
 def test_numpys_own_names_stand_for_the_inputs_in_order(tmp_path):

@@ -172,8 +172,8 @@ def _check_members(members: list[ZipInfo], size: int) -> None:
             )
         if member.file_size > max(ALWAYS_UNPACKED, RATIO_LIMIT * member.compress_size):
             raise FileFormatError(
-                f"zip member {name} has {member.compress_size} bytes, but {member.file_size} when unpacked, more "
-                f"than {RATIO_LIMIT} times as many: write the file again without compression, with numpy.savez"
+                f"zip member {name} grows from {member.compress_size} to {member.file_size} bytes when unpacked, more "
+                f"than {RATIO_LIMIT} times: write the file again without compression, with numpy.savez"
             )
 
 
@@ -253,7 +253,8 @@ class InputInfo:
         ):
             sizes = ", ".join("any" if size is None else str(size) for size in expected)
             raise ShapeError(
-                f"{where}: input {self.name!r} has shape {shape}, but the model expects ({sizes}): pass such arrays"
+                f"{where}: input {self.name!r} has shape {shape}, but the model expects ({sizes}): pass arrays of "
+                "this shape"
             )
         if shape and not shape[0]:
             raise ShapeError(
@@ -332,7 +333,7 @@ class Batches:
         Batches with other indices are not read if the source allows access by index.
         """
         if not self.is_repeatable:
-            raise SpecError("cannot choose batches of an iterator: pass data as a list, a file or a directory")
+            raise SpecError("batches cannot be selected from an iterator: pass data as a list, a file or a directory")
         chosen = numbers if self.numbers is None else [self.numbers[number] for number in numbers]
         return Batches(self._source, self.inputs, name=self._name, numbers=chosen)
 
@@ -561,7 +562,10 @@ def _open_file(file: ArrayFile, inputs: Sequence[InputInfo], batch_size: int | N
     lengths = {name: header.shape[0] if header.shape else 0 for name, header in headers.items()}
     length = min(lengths.values(), default=0)
     if not length or max(lengths.values()) != length:
-        raise ShapeError(f"{where}: the arrays hold {lengths} samples, expected the same number, at least 1, in each")
+        raise ShapeError(
+            f"{where}: the arrays hold {lengths} samples, expected the same number of samples in each array, and at "
+            "least 1"
+        )
     size = _batch_size(inputs, batch_size, length, where)
     for info in inputs:
         header = headers[info.name]
@@ -588,7 +592,7 @@ def _batch_size(inputs: Sequence[InputInfo], requested: int | None, length: int,
     if fixed and length % size:
         raise ShapeError(
             f"{where}: the number of samples, {length}, must be a multiple of the model's batch size, {size}: "
-            f"remove {length % size}, or add {size - length % size}"
+            f"remove {length % size} of the samples, or add {size - length % size}"
         )
     return size
 
@@ -600,6 +604,6 @@ def _names_in(file: ArrayFile, inputs: Sequence[InputInfo]) -> dict[str, str]:
     if {*stored} != {*names} and sorted(stored) == sorted(unnamed) and len(stored) == len(names):
         return dict(zip(names, unnamed, strict=True))
     if stored == [""]:
-        raise FileFormatError(f"{where} holds one array, but the model expects {', '.join(names)}: use .npz files")
+        raise FileFormatError(f"{where} holds one array, but the model's inputs are {', '.join(names)}: use .npz files")
     _check_names(stored, names, where)
     return dict(zip(names, names, strict=True))

@@ -356,7 +356,7 @@ class _ExternalData:
             raise FileFormatError("the tensor has external data, but the model is in memory: pass the model's path")
         if tensor.data_type not in BITS:
             raise FileFormatError(
-                f"external data of the unknown data type {tensor.data_type}: update onnx, or export the model again"
+                f"the external data has unknown data type {tensor.data_type}: update onnx, or export the model again"
             )
         entries = {entry.key: entry.value for entry in tensor.external_data if entry.key in _KEYS}
         expected = _raw_nbytes(tensor)

@@ -172,7 +172,7 @@ class _View:
             else:
                 tensor = _tensor(weight)
                 if self.weights.setdefault(name, tensor) != tensor:
-                    self.skipped[name] = "it is dequantized in two ways; only the first is read"
+                    self.skipped[name] = "the file dequantizes it in two ways, and only the first way is read"
         except DetentError as error:
             self.skipped[describe(weight.node)] = str(error)
         else:

@@ -428,7 +428,7 @@ def tensor_nbytes(
 
 
 def split_by_bytes(model: ModelProto, names: Iterable[str], feeds: Feed, budget: int | None) -> list[list[str]]:
-    """Split the names of tensors into parts that each take at most ``budget`` bytes for one batch; None for one part.
+    """Split tensor names into parts of at most ``budget`` bytes each for one batch; without a budget, into one part.
 
     A tensor that is larger than the budget is a part of its own. Inputs of the model take no bytes.
     """
@@ -452,7 +452,7 @@ def split_by_bytes(model: ModelProto, names: Iterable[str], feeds: Feed, budget:
 def tensor_bounds(
     model: ModelProto, names: Iterable[str], feeds: Sequence[Feed], budget: int | None = None
 ) -> dict[str, tuple[Array, Array]]:
-    """Map the names of tensors to the smallest and the largest finite value in each batch, or to 0 without such values.
+    """Map tensor names to the smallest and largest finite value in each batch; a batch without finite values gives 0.
 
     ``budget`` limits the bytes of the tensors in memory; a small budget needs several runs of the model per batch.
     """
