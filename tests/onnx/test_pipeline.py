@@ -331,7 +331,7 @@ def test_a_missing_directory_is_noticed_first(tmp_path):
 
 def test_a_resume_file_and_several_passes_are_rejected_first(tmp_path, monkeypatch):
     monkeypatch.setattr(accuracy_passes, "_equalize_and_smooth", lambda *_: pytest.fail("accuracy passes ran first"))
-    with pytest.raises(SpecError, match="resume_file works with one pass"):
+    with pytest.raises(SpecError, match="resume_file needs a single pass"):
         qo.quantize(
             conv_chain(), tmp_path / "a.onnx", images(1), memory_budget=1, resume_file=tmp_path / "c", progress=False
         )

@@ -170,7 +170,7 @@ def test_layers_that_do_not_run_on_integer_kernels(tmp_path):
     report = quantized(tmp_path, mostly_float(), images(32, batch=1))
     text = text_of(report, "float-layers")
     assert text.startswith(
-        "only 1 of 6 layers on integer kernels; others hold 83% of the weights: up0: ONNX Runtime has"
+        "only 1 of 6 layers run on integer kernels; others hold 83% of the weights: up0: ONNX Runtime has"
     )
     assert text.endswith(
         "; 2 more: ONNX Runtime has no integer kernel for ConvTranspose, so only its weight is quantized"
@@ -185,7 +185,7 @@ def test_weight_only_recipes_count_quantized_layers(tmp_path):
     model = m.model([("x", [1, 6, 16])], [m.matmul(t, 64, 64, name="even")])
     report = quantized(tmp_path, model, None, recipe="w4a16-g64")
     assert text_of(report, "float-layers").startswith(
-        "only 1 of 2 layers quantized; others hold 20% of the weights: odd:"
+        "only 1 of 2 layers are quantized; others hold 20% of the weights: odd:"
     )
     evaluation = qe.quantize_and_evaluate(model, tmp_path / "e.onnx", recipe="w4a16-g64", checks=FAST)
     assert ("quantized", "1 of 2 layers") in evaluation.facts()

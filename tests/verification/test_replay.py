@@ -116,7 +116,7 @@ def test_a_file_without_decisions_is_not_ok(file):
     del file.metadata_props[:]
     report = dt.verify(model(), file, DATA)
     assert not report.ok
-    assert report.failure.startswith("not replayed: the file carries no decisions")
+    assert report.failure.startswith("not replayed: the file has no decisions")
     assert not dt.verify(model(), file, DATA, levels=(2,)).ok
     assert dt.verify(model(), file, DATA, levels=(3,)).ok
 

@@ -31,7 +31,7 @@ def test_a_file_without_decisions_is_not_replayed_and_not_ok(report):
     assert report.differing_codes == 0
     assert report.first_difference is None
     assert report.compared_codes > 2 * 16 * (3 * 64 + 16 * 16)
-    assert str(report).startswith("not ok: not replayed: the file carries no decisions, which qo.quantize writes")
+    assert str(report).startswith("not ok: not replayed: the file has no decisions in its metadata")
     assert "level 2: inconclusive: without a replay, only the SQNR of outputs is measured" in str(report)
     assert dt.verify(chain(quantized=False), chain(), batches(1), levels=(3,)).ok  # replay left out, as asked
     assert not dt.verify(chain(quantized=False), chain(), batches(1), levels=(2,)).ok
@@ -163,7 +163,7 @@ def test_scales_of_a_file_of_detent_s_fit_each_other(name, edit):
     assert dt.verify(chain(quantized=False), file, batches(1), levels=(1,)).first_difference is None
     report = dt.verify(chain(quantized=False), change(file, name, edit), batches(1), levels=(1,))
     assert not report.ok
-    assert "wrong bias scale: not input scale times weight scale" in report.first_difference.cause
+    assert "wrong bias scale: it is not input scale times weight scale" in report.first_difference.cause
 
 
 def test_codes_beyond_the_target_s_limit_are_named():

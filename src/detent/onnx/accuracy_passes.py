@@ -335,7 +335,7 @@ def _choose_quantizers(
         placements = graph_plan.placements(calibration.ranges)
         ranges = ranges.with_new(placements, calibration)
     steps = (
-        *([f"ranges widened by {ranges.margin:g} standard deviations of the samples' bounds"] if ranges.margin else []),
+        *([f"ranges widened by {ranges.margin:g} standard deviations of per-sample bounds"] if ranges.margin else []),
         *(f"8-bit weights for {name}: {share:.0%} less noise at the outputs" for name, share in widened.items()),
         *(f"kept {name} in float: {share:.0%} less noise at the outputs" for name, share in shares.items()),
     )
@@ -458,7 +458,7 @@ def _less_noise(
         noises.append(sum(sum(references.noise(i, each)) for i, each in enumerate(outputs)))
     if noises[1] < noises[0]:
         _log.info(
-            "biases are not corrected, because this would raise the noise at the outputs by %.0f %%",
+            "bias correction was not applied, because it would raise the noise at the outputs by %.0f %%",
             _percent(*noises[::-1]),
         )
         return plain

@@ -187,7 +187,7 @@ def check_passes(groups: Sequence[Sequence[str]], resume_file: str | PathLike[st
     """Reject a resume file if calibration needs several passes over the data."""
     if resume_file is not None and len(groups) > 1:
         raise SpecError(
-            f"resume_file works with one pass over the data, but memory_budget needs {len(groups)} passes: omit one of "
+            f"resume_file needs a single pass over the data, but memory_budget needs {len(groups)} passes: omit one of "
             "these arguments"
         )
 
@@ -201,7 +201,7 @@ def _observers(
 
 
 def observers_of_rules(plan: GraphPlan, placements: Iterable[QuantizerPlacement]) -> dict[str, ObserverSpec]:
-    """Return the observers that rules name, by group: the first one for a layer that reads the group."""
+    """Return the observers of rules, by group: the observer of the first layer that reads the group and has one."""
     groups_of: dict[str, list[str]] = defaultdict(list)
     for each in placements:
         groups_of[each.tensor].append(each.group)
@@ -307,7 +307,7 @@ def _activation_params(placement: QuantizerPlacement, calibration: Calibration, 
 def range_params(
     placement: QuantizerPlacement, calibration: Calibration, bounds: tuple[ArrayLike, ArrayLike]
 ) -> QuantParams:
-    """Compute the parameters of a group from a range of the tensor that was observed for it."""
+    """Compute the parameters of a group from a range of the tensor that was observed for the group."""
     _, factor = calibration.source(placement.group)
     params = QuantParams.from_range(placement.spec, *bounds, dtype="float32")
     return _bounded(params if factor == 1 else scaled(params, factor), placement)

@@ -251,7 +251,8 @@ class LayerDecision(_ComparedByContent):
                     f"{where}: bias codes must be in -{MAX_BIAS_CODE}..{MAX_BIAS_CODE}, got {bias.min()}..{bias.max()}"
                 )
         elif bias is not None and (bias.dtype != np.float32 or not np.isfinite(bias).all()):
-            raise SpecError(f"{where}: bias must be int32 codes or float32 without NaN and infinity, got {bias.dtype}")
+            given = "NaN or infinity" if bias.dtype == np.float32 else bias.dtype
+            raise SpecError(f"{where}: bias must be int32 codes, or finite values in float32, got {given}")
         if self.input_range is not None:
             lo, hi = self.input_range
             if bias is None or not (isfinite(lo) and isfinite(hi) and lo <= hi):
@@ -491,7 +492,7 @@ class Decisions(_ComparedByContent):
                 own.add(each.group)
         if own != set(self.ranges):
             unknown, missing = sorted(set(self.ranges) - own), sorted(own - set(self.ranges))
-            raise SpecError(f"decisions: ranges must have one entry per group: unknown {unknown}, missing {missing}")
+            raise SpecError(f"decisions: ranges must have one entry per group (unknown: {unknown}, missing: {missing})")
         self.tensor_params()
 
     def tensor_params(self) -> dict[str, QuantParams]:

@@ -90,7 +90,7 @@ class LastLayers(NamedTuple):
 def choose_last_layers(
     plan: GraphPlan, work: Mapping[str, float], prefer: Preference, tensors: Collection[str] | None = None
 ) -> LastLayers:
-    """Choose for each last Conv, and each last Gemm before an activation: keep it in float, or quantize its output.
+    """Choose whether each last Conv, or last Gemm before an activation, stays float or gets a quantized output.
 
     ``work`` is the result of ``multiplications``. ``tensors`` are those that can be quantized; None for all. The result
     is empty for OpenVINO, and if ``prefer`` is "accuracy".

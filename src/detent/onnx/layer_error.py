@@ -180,12 +180,13 @@ class ReferenceOutputs:
         return sum(map(len, self._compared))
 
     def leave_out(self, sample: int, quantized: Sequence[Array]) -> None:
-        """Leave out the outputs of a sample that are empty, are not float, or have another shape in ``quantized``."""
+        """Leave out outputs of a sample that are empty, are not float, or have a different shape in ``quantized``."""
         pairs = zip(self._outputs[sample], quantized, strict=True)
         same = [old.shape == new.shape and old.size > 0 and old.dtype == np.float32 for old, new in pairs]
         for name, is_same in zip(self.names, same, strict=True):
             if not is_same:
-                _log.info("sample %d: noise at output %r not measured: its shape depends on the data", sample, name)
+                reason = "the output is empty or not float32, or its shape depends on the data"
+                _log.info("sample %d: noise at output %r not measured, because %s", sample, name, reason)
         self._compared[sample] = [i for i, is_same in enumerate(same) if is_same]
 
     def noise(self, sample: int, quantized: Sequence[Array]) -> list[float]:

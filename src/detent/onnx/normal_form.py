@@ -403,7 +403,7 @@ def _check_decided(
     if set(decided) != set(computed):
         unknown, missing = sorted(set(decided) - set(computed)), sorted(set(computed) - set(decided))
         raise SpecError(
-            f"decisions: constants do not fit the model: unknown {unknown}, missing {missing}: call qo.decide again"
+            f"decisions do not fit the model (unknown constants: {unknown}, missing: {missing}): call qo.decide again"
         )
     for name, value in decided.items():
         expected = computed[name]

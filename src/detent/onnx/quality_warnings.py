@@ -210,7 +210,7 @@ def _layer_warnings(plan: GraphPlan, layers: Sequence[LayerRow]) -> Iterator[Qua
     share = sum(lines[layer.name].nbytes_before for layer in slow) / total
     if share > MAX_FLOAT_SHARE and plan.target.runtime == "onnxruntime":
         done = sum(_runs_as_planned(layer, has_inputs=has_inputs) for layer in layers)
-        what = "on integer kernels" if has_inputs else "quantized"
+        what = "run on integer kernels" if has_inputs else "are quantized"
         names = "; ".join(float_layers_text(slow, lines))
         yield QuantizeWarning(
             "float-layers",

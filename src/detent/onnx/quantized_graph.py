@@ -332,7 +332,7 @@ def _check_layers(graph: Graph, layers: Mapping[str, Layer], decisions: Decision
     if names != set(layers):
         unknown, missing = sorted(names - set(layers)), sorted(set(layers) - names)
         raise SpecError(
-            f"decisions: layers do not fit the model: unknown {unknown}, missing {missing}: call qo.decide again"
+            f"decisions do not fit the model (unknown layers: {unknown}, missing: {missing}): call qo.decide again"
         )
     tensors = {each.tensor: each for each in decisions.placements}
     for each in decisions.layers:
@@ -359,8 +359,8 @@ def _layer_problem(
             return activation_problem(line.input)
         if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
             return (
-                f"input= is a spec, but no placement of tensor {layer.data!r} has this layer as a reader: "
-                "add a placement or the reader, or set input=None"
+                f"input= is a spec, but the layer's input {layer.data!r} has no placement for this layer: "
+                "add a placement, add the layer to its readers=, or set input=None"
             )
     if line.bias is not None and (problem := _bias_problem(graph, layer, line.bias, params)):
         return problem

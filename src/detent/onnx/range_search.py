@@ -85,10 +85,10 @@ class SampleBounds:
         return cls({name: calibration.range(name) for name in names}, bounds, has_many=has_many)
 
     def range(self, tensor: str, margin: float, fold: int | None = None) -> tuple[float, float]:
-        """Return the range of a tensor with a margin, for samples of the fold before ``fold``; None for all data.
+        """Return the range of a tensor with a margin, to be evaluated on the fold before ``fold``; None uses all data.
 
-        The range is that of ``fold``; with many calibration samples, it is that of all folds but the one before. A
-        bound of all data that is clearly beyond the bounds of the left-out samples stays.
+        The range is that of ``fold``. With many calibration samples, it is that of all folds except the evaluated one.
+        A bound of all data is kept if it is clearly beyond the bounds of the left-out samples.
         """
         least, most = self._ranges[tensor]
         lo, hi = self._samples[tensor]
@@ -122,7 +122,7 @@ class ChosenRanges(NamedTuple):
     bounds: SampleBounds | None = None
 
     def with_new(self, placements: Iterable[QuantizerPlacement], calibration: Calibration) -> "ChosenRanges":
-        """Return these ranges with those of new groups, which are clipped only if all are."""
+        """Add the ranges of new groups; a new range is clipped only if all ranges are clipped."""
         new = {
             each.group: self._new(each, calibration)
             for each in placements

@@ -49,7 +49,7 @@ class Samples(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[Feed], every: int, compared: int) -> "Samples":
-        """Split the first ``every`` samples.
+        """Split the first ``every`` samples into fitted and evaluated ones, and select the last ``compared`` samples.
 
         Fitted values are evaluated on ``min(compared, MAX_EVALUATED, half)`` samples, but on at least one sample.
         """

@@ -221,10 +221,15 @@ def _checked_nodes(graph: Graph, decision: Smoothed) -> list[NodeProto]:
     for name in decision.layers:
         node = by_name.get(name)
         if node is None or node.op_type not in MATMULS or node.input[0] != decision.tensor:
-            raise SpecError(f"{where}: layer {name!r} is not a MatMul or Gemm that reads this tensor: remove the layer")
+            raise SpecError(
+                f"{where}: layer {name!r} is not a MatMul or Gemm that reads this tensor: remove this layer from "
+                "layers="
+            )
         weight = graph.constants.get(node.input[1])
         if weight is None or len(weight.dims) != 2:
-            raise SpecError(f"{where}: the weight of layer {name!r} is not a constant matrix: remove the layer")
+            raise SpecError(
+                f"{where}: the weight of layer {name!r} is not a constant matrix: remove this layer from layers="
+            )
         inputs = weight.dims[1 if attribute_of(node, "transB", 0) else 0]
         if inputs != len(decision.factors):
             raise SpecError(

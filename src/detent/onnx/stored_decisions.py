@@ -95,7 +95,7 @@ def _with_range(placement: dict[str, Any], ranges: Mapping[str, Any]) -> dict[st
 def why_unreadable(provenance: Provenance | None) -> str:
     """Return why this version of detent cannot apply the decisions of a file, or "" if it can."""
     if provenance is None or provenance.decisions is None:
-        return "the file carries no decisions, which qo.quantize writes into the metadata of its files"
+        return "the file has no decisions in its metadata (files from qo.quantize have them)"
     for name, expected in (("version", VERSION), ("rewrite_version", REWRITE_VERSION)):
         version = provenance.decisions.get(name)
         if type(version) is not int:
@@ -347,8 +347,8 @@ class _Reader:
         self._left -= prod(shape)
         if self._left < 0:
             raise FileFormatError(
-                f"arrays have too many elements: expected at most {ALWAYS_ALLOWED_ELEMENTS} in total, plus twice the "
-                "number of elements in the file's constants"
+                f"arrays have too many elements: expected at most {ALWAYS_ALLOWED_ELEMENTS} plus twice the number of "
+                "elements in the file's constants"
             )
         return shape
 

@@ -464,7 +464,7 @@ def _check_bias(bias: WeightCodes, unit: Array, source: Array | None, tally: Tal
     wrong = scale != expected
     if wrong.any():
         index = first_index(wrong)
-        cause = "wrong bias scale: not input scale times weight scale, so one of the three scales was changed"
+        cause = "wrong bias scale: it is not input scale times weight scale, so one of the three scales was changed"
         values = float(expected[index]), float(scale[index])
         tally.note(cause, bias.node_name, bias.constants[0], index, *values, None, values[0], 0)
     if source is None or source.shape != codes.shape:

@@ -108,7 +108,7 @@ def _scale_problems(
     if incoming is not None and bias is not None and bias.dtype == np.float32:
         unit = bias_scale(incoming, params).astype(np.float64)
         if not stays_float(bias, unit) and np.abs(bias / unit).max(initial=0.0) > MAX_BIAS_CODE:
-            cause = "wrong weight scale: so small that the bias does not fit into int32"
+            cause = "wrong weight scale: it is so small that the bias does not fit into int32"
             yield Difference.of(line.name, "weight_scale", cause)
 
 

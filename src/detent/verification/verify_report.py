@@ -159,7 +159,7 @@ class Replay:
         made_by: how the file was made: "decisions" (``qo.quantize``), "export" (of a PyTorch model) or "copy" (of the
             source).
 
-    >>> Replay("the file carries no decisions").ok, Replay(nodes=12, constants=3400).ok
+    >>> Replay("the file has no decisions").ok, Replay(nodes=12, constants=3400).ok
     (False, True)
     """
 
