@@ -351,7 +351,7 @@ class _Scope:
             of_weight = node.op_type == DEQUANTIZE and self._trace(node.input[0])[0] in self.constants
             return Unread(node, str(error), of_weight, self.inner)
         if node.op_type.startswith(_OWN_CODES):
-            return Unread(node, f"{node.op_type} has its own layout of codes", inner=self.inner)
+            return Unread(node, f"{node.op_type} uses its own code layout, which is not supported", inner=self.inner)
         return None
 
     def _quantize_node(self, node: NodeProto) -> Record:
