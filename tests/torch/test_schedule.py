@@ -274,9 +274,9 @@ def test_text():
         ({"delay": 2.5}, "delay must be an integer of at least 0, got 2.5"),
         ({"delay": True}, "delay must be an integer"),
         ({"freeze_norms": "10"}, "freeze_norms must be an integer of at least 0, got '10'"),
-        ({"delay": 5, "observe_until": 3}, "observe_until=3 before delay=5, expected observe_until >= delay"),
-        ({"delay": 5, "freeze_scales": 4}, "freeze_scales=4 before delay=5"),
-        ({"observe_until": 9, "freeze_scales": 4}, "freeze_scales=4 before observe_until=9"),
+        ({"delay": 5, "observe_until": 3}, "observe_until=3 and delay=5, expected observe_until >= delay"),
+        ({"delay": 5, "freeze_scales": 4}, "freeze_scales=4 and delay=5"),
+        ({"observe_until": 9, "freeze_scales": 4}, "freeze_scales=4 and observe_until=9"),
     ],
 )
 def test_invalid_arguments(arguments, words):

@@ -106,7 +106,7 @@ class QuantizedLayer(nn.Module):
         module = self._modules.get(f"{name}_quantizer")
         if not isinstance(module, FakeQuantize):
             raise UnsupportedError(
-                f"{self.float_class.__name__} has no quantized weight {name!r}: name a weight that the recipe quantizes"
+                f"{self.float_class.__name__} has no quantized weight {name!r}: pass the name of a quantized weight"
             )
         return module
 

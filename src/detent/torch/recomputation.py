@@ -110,7 +110,7 @@ class Recording:
         self._record.values.setdefault(owner, []).append(value)
 
     def take(self, owner: object) -> tuple[Any, ...]:
-        """Return ``(value,)`` with the value that the owner used here in the first pass; () without a record."""
+        """Return the value that the owner used here in the first pass, as ``(value,)``; () if no value was recorded."""
         if self._record is None:
             self._record = self._find() or _Record()
         values, index = self._record.values.get(owner, ()), self._taken.get(owner, 0)

@@ -97,7 +97,7 @@ class Schedule:
         ):
             first, last = getattr(self, early), getattr(self, late)
             if first is not None and last is not None and last < first:
-                raise SpecError(f"got {late}={last} before {early}={first}, expected {late} >= {early}: {why}")
+                raise SpecError(f"got {late}={last} and {early}={first}, expected {late} >= {early}: {why}")
 
     def step(self) -> None:
         """Count an optimizer step, and call ``qt.sync`` if needed; call this method after ``optimizer.step()``."""

@@ -27,7 +27,7 @@ def _level(x: Tensor) -> int:
 
 
 def lifted(x: Tensor, buffer: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Return x outside the transforms that the buffer is not part of; ``reduce`` merges the samples of ``vmap``."""
+    """Unwrap x from the transforms that the buffer is not part of; ``reduce`` merges the samples of ``vmap``."""
     if not _is_transformed():
         return x
     functorch = torch._C._functorch
