@@ -50,7 +50,7 @@ class Rounding:
         object.__setattr__(self, "seed", as_integer("a rounding seed", self.seed, at_least=0, at_most=SEED_LIMIT))
         if self.seed and self.kind != "stochastic":
             raise SpecError(
-                f"got seed {self.seed} for rounding {self.kind!r}, but only 'stochastic' has a seed: leave it out"
+                f"got seed {self.seed} for rounding {self.kind!r}, but only 'stochastic' has a seed: leave out the seed"
             )
 
     def __str__(self) -> str:

@@ -164,7 +164,7 @@ def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ..
     named = _named(observers)
     missing = [name for name in named if name not in shapes]
     if missing:
-        raise ShapeError(f"got shapes for {list(shapes)!r}, but no shape for observer {missing[0]!r}: add it")
+        raise ShapeError(f"got shapes for {list(shapes)!r}, but no shape for observer {missing[0]!r}: add this shape")
     sizes = {name: observer.max_nbytes(shapes[name]) for name, observer in named.items()}
     return {**sizes, "total": sum(sizes.values())}
 
