@@ -209,7 +209,7 @@ class Table:
     >>> Table("Accuracy", ("model", "top 1"), (("float",),))
     Traceback (most recent call last):
     ...
-    detent.errors.SpecError: row 0 of table 'Accuracy' has 1 cell, expected 2: model, top 1
+    detent.errors.SpecError: row 0 of table 'Accuracy' has 1 cell, expected 2, one per column: model, top 1
     """
 
     title: str
@@ -223,8 +223,8 @@ class Table:
         for i, row in enumerate(self.rows):
             if len(row) != len(self.columns):
                 raise SpecError(
-                    f"row {i} of table {self.title!r} has {counted(len(row), 'cell')}, expected {len(self.columns)}: "
-                    f"{', '.join(self.columns)}"
+                    f"row {i} of table {self.title!r} has {counted(len(row), 'cell')}, expected {len(self.columns)}, "
+                    f"one per column: {', '.join(self.columns)}"
                 )
 
 
