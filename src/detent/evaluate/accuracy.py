@@ -69,8 +69,8 @@ def split_batches(model: ModelSource, data: BatchSource, batch_size: int | None 
     batches = open_batches(data, load_model(model).inputs, batch_size)
     if batches.count is None or not batches.is_repeatable:
         raise SpecError(
-            "got data of unknown length, or data that can be read only once, which cannot be split: pass a list, a "
-            "file or a directory"
+            "data cannot be split, because its length is unknown or it can be read only once: pass a list, a file or "
+            "a directory"
         )
     numbers = range(batches.count)
     if batches.count < MIN_BATCHES_TO_HOLD_OUT:

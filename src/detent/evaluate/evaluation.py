@@ -123,7 +123,7 @@ class Evaluation:
             elif agreement < min_agreement:
                 missed.append(f"the top-1 agreement is {agreement:.4g}, below {limit}")
         if self.verification is not None and not self.verification.ok:
-            missed.append("the quantized model does not match the float model: for details, run detent verify")
+            missed.append("the quantized model failed verification: for details, run detent verify")
         return missed
 
     def facts(self) -> list[tuple[str, str]]:
@@ -389,7 +389,7 @@ class _Evaluator:
         def check_cost(cost: qs.Cost) -> None:
             if cost.seconds_estimate > limit:
                 raise _TooLongError(
-                    f"the measurement would take too long ({cost}): to measure it, run detent sensitivity"
+                    f"the measurement would take too long ({cost}): to run it anyway, use detent sensitivity"
                 )
 
         for samples in (RANKING_SAMPLES, 1):

@@ -63,7 +63,7 @@ def as_widths(widths: Iterable[int | str]) -> dict[str, QuantSpec]:
         spec = _spec(width)
         label = spec_text(spec)
         if label is None:
-            raise SpecError(f"got {width!r} in widths, which has no short text: use a spec such as 'int4/group32'")
+            raise SpecError(f"got {width!r} in widths, expected a spec with a short text, such as 'int4/group32'")
         if label in specs:
             raise SpecError(f"got {width!r} twice in widths: remove one entry")
         specs[label] = spec
@@ -91,7 +91,7 @@ def as_storage(value: str) -> Storage:
 
 
 def weight_nbytes(spec: QuantSpec, shape: tuple[int, ...], storage: Storage, *, is_matmul: bool) -> int:
-    """Return the bytes of a weight's codes, scales and zero points; in "onnx", only matmuls have 4-bit codes."""
+    """Return the bytes of a weight's codes, scales and zero points; in ONNX files, only matmuls have 4-bit codes."""
     return stored_nbytes(spec, shape, onnx_widths(is_matmul=is_matmul) if storage == "onnx" else ())
 
 

@@ -440,10 +440,10 @@ assuming that their noise adds.
         >>> Sensitivity.from_json('{"version": 2}')
         Traceback (most recent call last):
         ...
-        detent.errors.FileFormatError: not the JSON of a sensitivity: got version 2 of a sensitivity, but this \
-release of detent reads version 1: update detent
+        detent.errors.FileFormatError: the text is not the JSON of a Sensitivity: got version 2 of a sensitivity, \
+but this release of detent reads version 1: update detent
         """
-        with reading("not the JSON of a sensitivity"):
+        with reading("the text is not the JSON of a Sensitivity"):
             data = parse(text, "a sensitivity")
             check_version(data.pop("version", None), VERSION, "a sensitivity")
             fields = decode(_Fields, data, "sensitivity", _LEAVES)
