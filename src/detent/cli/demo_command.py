@@ -30,7 +30,7 @@ def run(
         typer.Option(metavar="N", help="Seed for weight initialization and batch order.", rich_help_panel=TRAINING),
     ] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only 4 bits, and few epochs; takes seconds.", rich_help_panel=TRAINING)
+        bool, typer.Option("--quick", help="Train briefly, only at 4 bits; takes seconds.", rich_help_panel=TRAINING)
     ] = False,
     directory: Annotated[
         Path, typer.Argument(metavar="DIRECTORY", help="Directory for the four files.", rich_help_panel=OUTPUT)

@@ -111,7 +111,7 @@ def run(
         typer.Option(
             "--effort",
             metavar="NAME",
-            help="Search: fast, balanced or best.",
+            help="Search effort: fast, balanced or best.",
             rich_help_panel=ACCURACY,
         ),
     ] = "balanced",

@@ -179,7 +179,7 @@ class _Setup:
         return {
             "network": f"{parameters:,} parameters: convolutions, depthwise blocks, two linear layers",
             "data": f"handwritten digits, {len(self.train):,} training and {len(self.test):,} test images",
-            "training": f"{self.budget.epochs} epochs in float, {self.budget.more_epochs} more in float or as QAT",
+            "training": f"{self.budget.epochs} epochs in float, then {self.budget.more_epochs} in float or with QAT",
             "seed": str(self.seed),
         }
 

@@ -126,7 +126,7 @@ class DemoResult:
         if quantized != set(self.verifications) or self.shown not in quantized:
             raise SpecError(
                 f"got verifications of {sorted(self.verifications)} and shown={self.shown!r}, expected one "
-                f"verification per quantized row {sorted(quantized)}, and one of these rows as shown"
+                f"verification per quantized row {sorted(quantized)}, and one of these rows for shown="
             )
 
     def __getitem__(self, label: str) -> DemoRow:
