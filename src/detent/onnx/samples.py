@@ -59,7 +59,7 @@ class Samples(NamedTuple):
 
 
 class SampleChooser:
-    """Keeps the samples with the smallest hashes of all batches that are added."""
+    """Keeps the samples with the smallest hashes among all added batches."""
 
     def __init__(self, model: ModelProto, inputs: Sequence[InputInfo]) -> None:
         self._model, self._inputs = model, inputs

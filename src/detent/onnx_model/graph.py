@@ -229,7 +229,7 @@ def reads(node: NodeProto) -> Iterator[str]:
 
 
 def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators: Sequence[str]) -> str:
-    """Replace a tensor by the first input of its node, as long as the node's type is in ``operators``."""
+    """Follow a tensor back through the first inputs of its nodes, as long as their types are in ``operators``."""
     node = producer(name)
     while node is not None and node.op_type in operators:
         name = node.input[0]

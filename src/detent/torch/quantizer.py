@@ -184,7 +184,7 @@ class FakeQuantize(ParameterState):
         return Values(params, *learned)
 
     def traced_values_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Do the same as ``values_for`` with torch operations, and return scale and zero point as tensors."""
+        """Update the state like ``values_for``, with torch operations; return scale and zero point as tensors."""
         mode, recomputed = self.mode, is_recomputing()
         values = self.scale, self.zero_point
         if isinstance(mode, PerBatch):
