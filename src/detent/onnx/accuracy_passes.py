@@ -90,7 +90,7 @@ CALIBRATION_RUNS, RECORDED_RUNS, MEASURED_RUNS = 3.0, 5.0, 80.0
 MIN_SECONDS_ANNOUNCED = 5.0
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
 MAX_CLIPPED_NOISE = 0.5  # if noise is measured only at single layers, clipping must remove half of it
-FALLBACK_REASON = "float fallback: quantized, it would cause much of the output noise"
+FALLBACK_REASON = "float fallback: quantizing this layer would cause much of the output noise"
 
 
 class Search(NamedTuple):
