@@ -159,7 +159,7 @@ def accuracy_warnings(comparison: OutputComparison) -> Iterator[QuantizeWarning]
         yield QuantizeWarning(
             "low-agreement",
             f"the top-1 agreement is only {100 * agreement:.1f} % on {counted(total, 'sample', ',')} (95 % confidence: "
-            f"{span}): check the accuracy with labels",
+            f"{span}): measure the accuracy on labeled data",
         )
 
 

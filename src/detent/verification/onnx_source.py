@@ -119,8 +119,8 @@ class OnnxSource:
         names = self._artifact.graph.outputs
         if self.model.outputs != tuple(names):
             raise UnsupportedError(
-                f"the file has outputs {list(names)}, but the source has outputs {list(self.model.outputs)}: as "
-                "source=, pass the model from which the file was made"
+                f"the file has outputs {list(names)}, but the source has outputs {list(self.model.outputs)}: pass "
+                "the model from which the file was made as source="
             )
         if self._probe is not None:
             self._reference = Reference([])
