@@ -185,7 +185,7 @@ class ReferenceOutputs:
         same = [old.shape == new.shape and old.size > 0 and old.dtype == np.float32 for old, new in pairs]
         for name, is_same in zip(self.names, same, strict=True):
             if not is_same:
-                reason = "the output is empty or not float32, or its shape depends on the data"
+                reason = "the output is empty or not float, or its shape depends on the data"
                 _log.info("sample %d: noise at output %r not measured, because %s", sample, name, reason)
         self._compared[sample] = [i for i, is_same in enumerate(same) if is_same]
 
