@@ -5,7 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from networks import LARGE_NETWORKS, NETWORKS
+from networks import FRESH_NETWORKS, LARGE_NETWORKS, NETWORKS
 from numpy.typing import NDArray
 from package_models import PACKAGE_MODELS
 
@@ -29,4 +29,5 @@ class UnseenModel(Protocol):
 
 
 UNSEEN: Mapping[str, UnseenModel] = MappingProxyType({**NETWORKS, **PACKAGE_MODELS})
-ALL_UNSEEN: Mapping[str, UnseenModel] = MappingProxyType({**UNSEEN, **LARGE_NETWORKS})
+FRESH: Mapping[str, UnseenModel] = MappingProxyType({**FRESH_NETWORKS})
+ALL_UNSEEN: Mapping[str, UnseenModel] = MappingProxyType({**UNSEEN, **FRESH, **LARGE_NETWORKS})

@@ -107,10 +107,10 @@ def conv(
     return nn.Sequential(layer, nn.BatchNorm2d(after), *([] if act is None else [act]))
 
 
-def excite(channels: int, inner: int, gate: nn.Module) -> Gate:
+def excite(channels: int, inner: int, gate: nn.Module, act: nn.Module | None = None) -> Gate:
     """Squeeze-and-excitation: multiply each channel by a number computed from the means of all channels."""
-    layers = (nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, inner, 1), nn.ReLU(), nn.Conv2d(inner, channels, 1), gate)
-    return Gate(nn.Sequential(*layers))
+    narrow, wide = nn.Conv2d(channels, inner, 1), nn.Conv2d(inner, channels, 1)
+    return Gate(nn.Sequential(nn.AdaptiveAvgPool2d(1), narrow, act or nn.ReLU(), wide, gate))
 
 
 def classifier(channels: int, classes: int, dropout: float = 0.0) -> list[nn.Module]:

@@ -19,10 +19,10 @@ from torch.nn.functional import (
 from networks import attention, convolutional, dense, graphs, sequential, series
 from networks.network import Array, Data, Export, Network, Outputs, as_classes
 from networks.scenes import Scenes, scenes
+from networks.tasks import above, brightest, detected, detection_loss, last_classes, log_loss, step_loss
 
 SIDE, MATTING_SIDE, LARGE_SIDE = 64, 512, 1024
 SAMPLES, STEPS, TOKENS, COLUMNS = 4000, 64, 64, sequential.COLUMNS
-POSITIVE_WEIGHT = 20.0  # weight of cells with an object in the loss, because few cells have one
 THRESHOLD = 0.5
 
 
@@ -84,17 +84,6 @@ def _tables(count: int, seed: int, with_fields: bool = True) -> Data:
     return {"numbers": numbers} | ({"fields": fields} if with_fields else {}), (labels,)
 
 
-def _log_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of probabilities."""
-    return -torch.log(outputs.gather(1, labels[:, None]) + 1e-9).mean()
-
-
-def _step_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy over all steps; a step has its own label or the label of the sequence."""
-    expected = labels if labels.ndim == 2 else labels[:, None].expand(-1, outputs.shape[1])
-    return cross_entropy(outputs.flatten(0, 1), expected.flatten())
-
-
 def _reconstruction_loss(outputs: Tensor, pictures: Tensor) -> Tensor:
     return mse_loss(outputs, torch.sigmoid(pictures))
 
@@ -105,49 +94,11 @@ def _regression_loss(outputs: tuple[Tensor, ...], labels: Tensor, boxes: Tensor,
     return loss + mse_loss(light, measures[:, 2:]) + cross_entropy(scores, labels)
 
 
-def _cell_targets(boxes: Tensor) -> Tensor:
-    """Mark the cells of both scales whose centers are near the center of a box; the shape is (batch, cells)."""
-    masks = []
-    for stride in dense.STRIDES:
-        places = (torch.arange(SIDE // stride) + 0.5) * stride
-        near = [(boxes[:, axis, None] - places).abs() < 0.75 * stride for axis in (0, 1)]
-        masks.append((near[1][:, :, None] & near[0][:, None]).flatten(1))
-    return torch.cat(masks, 1).float()
-
-
-def _detection_loss(outputs: Tensor | tuple[Tensor, Tensor], labels: Tensor, boxes: Tensor) -> Tensor:
-    if isinstance(outputs, tuple):
-        corners, scores = outputs
-        middle, size = (corners[..., 2:] + corners[..., :2]) / 2, corners[..., 2:] - corners[..., :2]
-        sides = torch.cat([middle.flip(-1), size.flip(-1)], -1).transpose(1, 2)
-    else:
-        sides, scores = outputs[:, :4], outputs[:, 4:]
-    cells = _cell_targets(boxes)
-    expected = torch.zeros_like(scores)
-    expected[torch.arange(len(labels)), labels // 2] = cells
-    weights = 1 + POSITIVE_WEIGHT * expected
-    score_loss = binary_cross_entropy(scores.clamp(1e-6, 1 - 1e-6), expected, weights)
-    distance = ((sides - boxes[:, :, None]).abs() / 8 * cells[:, None]).sum() / cells.sum().clamp(min=1) / 4
-    return score_loss + distance
-
-
 def _center_maps(drawn: Scenes) -> tuple[Array, ...]:
     rows, columns = np.mgrid[: SIDE // 4, : SIDE // 4]
     x, y = (drawn.boxes[:, axis, None, None] / 4 for axis in (0, 1))
     near = np.exp(-((rows - y) ** 2 + (columns - x) ** 2) / 4)
     return (near[:, None].astype(np.float32),)
-
-
-def _above(threshold: float) -> Callable[[Outputs], Array]:
-    def decide(outputs: Outputs) -> Array:
-        return np.asarray(outputs[0] > threshold)
-
-    return decide
-
-
-def _detected(outputs: Outputs) -> Array:
-    """Decide which cells contain which shape."""
-    return np.asarray(outputs[0][:, 4:] > graphs.MIN_SCORE)
 
 
 def _painted(outputs: Outputs) -> Array:
@@ -159,14 +110,6 @@ def _painted(outputs: Outputs) -> Array:
     return canvas
 
 
-def _brightest(outputs: Outputs) -> Array:
-    return np.asarray(outputs[0].reshape(len(outputs[0]), -1).argmax(-1))
-
-
-def _last_classes(outputs: Outputs) -> Array:
-    return np.asarray(outputs[-1].argmax(-1))
-
-
 def _classifier(build: Callable[[], nn.Module], **options: Any) -> Network:
     return Network(build, _pictures(options.pop("targets", _labels)), cross_entropy, decide=as_classes, **options)
 
@@ -176,7 +119,7 @@ def _matting(side: int, held_out: int) -> Network:
         dense.Matting,
         _pictures(_masks, side),
         binary_cross_entropy,
-        decide=_above(THRESHOLD),
+        decide=above(THRESHOLD),
         training_data=_pictures(_masks, SIDE),
         held_out=held_out,
     )
@@ -218,17 +161,17 @@ NETWORKS: Mapping[str, Network] = MappingProxyType(
             attention.Encoder, _texts, cross_entropy, "transformer", as_classes, Export(13, dynamic=True), 200
         ),
         "gpt": Network(
-            attention.Decoder, _next_words, _step_loss, "transformer", as_classes, Export(18, dynamo=True), held_out=64
+            attention.Decoder, _next_words, step_loss, "transformer", as_classes, Export(18, dynamo=True), held_out=64
         ),
         "speech": Network(
-            sequential.Speech, _sounds, _step_loss, "transformer", as_classes, Export(17), 200, held_out=64
+            sequential.Speech, _sounds, step_loss, "transformer", as_classes, Export(17), 200, held_out=64
         ),
-        "unet": Network(dense.Unet, _pictures(_masks), binary_cross_entropy_with_logits, decide=_above(0), held_out=64),
+        "unet": Network(dense.Unet, _pictures(_masks), binary_cross_entropy_with_logits, decide=above(0), held_out=64),
         "deeplab": Network(
             dense.deeplab,
             _pictures(_masks),
             binary_cross_entropy_with_logits,
-            decide=_above(0),
+            decide=above(0),
             export=Export(13),
             held_out=64,
         ),
@@ -254,28 +197,28 @@ NETWORKS: Mapping[str, Network] = MappingProxyType(
         "yolo": Network(
             dense.Yolo,
             _pictures(lambda drawn: (drawn.labels, drawn.boxes)),
-            _detection_loss,
-            decide=_detected,
+            detection_loss,
+            decide=detected,
             steps=200,
             held_out=128,
         ),
         "detector-nms": Network(
             dense.Ssd,
             _pictures(lambda drawn: (drawn.labels, drawn.boxes)),
-            _detection_loss,
+            detection_loss,
             decide=_painted,
             steps=200,
             export=Export(13, finish=graphs.with_suppression),
             held_out=128,
         ),
         "keypoints": Network(
-            dense.keypoints, _pictures(_center_maps), binary_cross_entropy, decide=_brightest, held_out=128
+            dense.keypoints, _pictures(_center_maps), binary_cross_entropy, decide=brightest, held_out=128
         ),
         "regression": Network(
             dense.regression,
             _pictures(lambda drawn: (drawn.labels, drawn.boxes, drawn.measures)),
             _regression_loss,
-            decide=_last_classes,
+            decide=last_classes,
             export=Export(13, folds_norms=True),
         ),
         "lstm": Network(sequential.lstm, _motions, cross_entropy, "recurrent", export=Export(13), **_SEQUENCE),
@@ -288,7 +231,7 @@ NETWORKS: Mapping[str, Network] = MappingProxyType(
         "keras-dense": Network(
             sequential.keras_dense,
             partial(_tables, with_fields=False),
-            _log_loss,
+            log_loss,
             "mlp",
             export=Export(writer=graphs.keras_dense),
             batch=8,

@@ -1,5 +1,7 @@
 """Convolutional classifiers: small versions of well-known architectures, for pictures of 64x64."""
 
+from collections.abc import Callable
+from functools import reduce
 from itertools import pairwise
 
 import torch
@@ -16,28 +18,43 @@ from networks.blocks import (
 )
 from networks.scenes import CLASSES
 
-Settings = tuple[tuple[int, int, int, int], ...]  # expansion factor, channels, blocks, stride
+Settings = tuple[tuple[int, ...], ...]  # expansion factor, channels, blocks, stride; kernel if it differs
+Gates = Callable[[int], nn.Module]  # builds a gate for a number of channels
 
 
-def inverted(before: int, after: int, factor: int, stride: int, kernel: int, act: nn.Module, gate: bool) -> nn.Module:
+def hard_gate(channels: int) -> nn.Module:
+    """Squeeze-and-excitation of MobileNetV3."""
+    return excite(channels, max(8, channels // 4), nn.Hardsigmoid())
+
+
+def inverted(
+    before: int, after: int, factor: int, stride: int, kernel: int, act: nn.Module, gate: Gates | None = None
+) -> nn.Module:
     """Inverted residual of MobileNet: a 1x1 expansion, a depthwise convolution, a linear 1x1 projection."""
     inner = before * factor
     layers = [conv(before, inner, 1, act=act)] if factor > 1 else []
     layers.append(conv(inner, inner, kernel, stride, inner, act))
-    layers += [excite(inner, max(8, inner // 4), nn.Hardsigmoid())] if gate else []
+    layers += [gate(inner)] if gate else []
     layers.append(conv(inner, after, 1))
     return Residual(stacked(layers)) if stride == 1 and before == after else stacked(layers)
 
 
-def mobile(settings: Settings, act: nn.Module, kernel: int = 3, gate: bool = False, head: int = 256) -> nn.Module:
+def mobile(
+    settings: Settings,
+    act: nn.Module,
+    kernel: int = 3,
+    gate: Gates | None = None,
+    head: int = 256,
+    classes: int = CLASSES,
+) -> nn.Module:
     """MobileNet-like classifier."""
     layers: list[nn.Module] = [conv(3, 16, 3, 2, act=act)]
     before = 16
-    for factor, after, blocks, stride in settings:
+    for factor, after, blocks, stride, *kernels in settings:
         for i in range(blocks):
-            layers.append(inverted(before, after, factor, stride if i == 0 else 1, kernel, act, gate))
+            layers.append(inverted(before, after, factor, stride if i == 0 else 1, *(kernels or [kernel]), act, gate))
             before = after
-    return stacked([*layers, conv(before, head, 1, act=act), *classifier(head, CLASSES, 0.1)])
+    return stacked([*layers, conv(before, head, 1, act=act), *classifier(head, classes, 0.1)])
 
 
 def mobilenet_v2() -> nn.Module:
@@ -47,7 +64,7 @@ def mobilenet_v2() -> nn.Module:
 
 def mobilenet_v3() -> nn.Module:
     """MobileNetV3 with squeeze-and-excitation, HardSwish and 5x5 kernels."""
-    return mobile(((1, 16, 1, 2), (4, 24, 2, 2), (4, 48, 3, 1), (6, 96, 2, 2)), nn.Hardswish(), 5, gate=True)
+    return mobile(((1, 16, 1, 2), (4, 24, 2, 2), (4, 48, 3, 1), (6, 96, 2, 2)), nn.Hardswish(), 5, hard_gate)
 
 
 def efficientnet_lite() -> nn.Module:
@@ -257,35 +274,51 @@ def with_outliers(model: nn.Module) -> None:
 
 
 class RepBlock(nn.Module):
-    """RepVGG: the sum of a 3x3 convolution, a 1x1 convolution and the input, each with batch norm."""
+    """RepVGG: the sum of convolutions with several kernels and of the input, each with batch norm."""
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
+    def __init__(
+        self,
+        before: int,
+        after: int,
+        stride: int,
+        kernels: tuple[int, ...] = (3, 1),
+        groups: int = 1,
+        act: Callable[[Tensor], Tensor] = torch.relu,
+    ) -> None:
         super().__init__()
-        self.wide, self.narrow = conv(before, after, 3, stride), conv(before, after, 1, stride)
+        self.branches = nn.ModuleList(conv(before, after, kernel, stride, groups) for kernel in kernels)
         self.plain = nn.BatchNorm2d(before) if before == after and stride == 1 else None
         self.merged: nn.Module | None = None
+        self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the branches, or run the convolution that replaces them."""
         if self.merged is not None:
-            return torch.relu(self.merged(x))
-        branches = self.wide(x) + self.narrow(x)
-        return torch.relu(branches if self.plain is None else branches + self.plain(x))
+            return self.act(self.merged(x))
+        branches = [branch(x) for branch in self.branches] + ([] if self.plain is None else [self.plain(x)])
+        return self.act(reduce(torch.add, branches))
 
     def merge(self) -> None:
         """Replace the branches by one convolution."""
-        layer = self.wide[0]
-        merged = nn.Conv2d(layer.in_channels, layer.out_channels, 3, layer.stride, 1)
-        kernel, bias = _folded(self.wide[0].weight, self.wide[1])
-        narrow, shift = _folded(nn.functional.pad(self.narrow[0].weight, (1, 1, 1, 1)), self.narrow[1])
-        kernel, bias = kernel + narrow, bias + shift
+        layer = self.branches[0][0]
+        merged = nn.Conv2d(
+            layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding, groups=layer.groups
+        )
+        parts = [_folded(_padded(branch[0].weight, layer.weight), branch[1]) for branch in self.branches]
         if self.plain is not None:
-            identity = nn.functional.pad(torch.eye(layer.in_channels)[:, :, None, None], (1, 1, 1, 1))
-            direct, shift = _folded(identity, self.plain)
-            kernel, bias = kernel + direct, bias + shift
+            size = layer.weight.shape[1]
+            identity = torch.eye(size).repeat(layer.groups, 1)[:, :, None, None]
+            parts.append(_folded(_padded(identity, layer.weight), self.plain))
+        kernel, bias = (sum(part) for part in zip(*parts, strict=True))
         merged.weight.data, merged.bias.data = kernel.detach(), bias.detach()
         self.merged = merged
-        del self.wide, self.narrow, self.plain
+        del self.branches, self.plain
+
+
+def _padded(weight: Tensor, like: Tensor) -> Tensor:
+    """Pad a kernel with zeros to the size of another kernel."""
+    margin = (like.shape[-1] - weight.shape[-1]) // 2
+    return nn.functional.pad(weight, (margin,) * 4)
 
 
 def _folded(weight: Tensor, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
@@ -304,7 +337,7 @@ def repvgg() -> nn.Module:
 
 def merge_branches(model: nn.Module) -> None:
     """Merge the branches of every block."""
-    for block in model:
+    for block in list(model.modules()):
         if isinstance(block, RepBlock):
             block.merge()
 

@@ -98,9 +98,9 @@ class Matting(nn.Module):
         return torch.sigmoid(upsampled(self.head(x), 2, "bilinear"))
 
 
-def csp(before: int, after: int, stride: int = 2) -> nn.Module:
+def csp(before: int, after: int, stride: int = 2, act: nn.Module | None = None) -> nn.Module:
     """Stage of a YOLO backbone: a strided convolution, then two branches with SiLU, concatenated."""
-    half, act = after // 2, nn.SiLU()
+    half, act = after // 2, act or nn.SiLU()
     body = stacked(
         [conv(after, half, 1, act=act), Residual(stacked([conv(half, half, act=act), conv(half, half, act=act)]))]
     )

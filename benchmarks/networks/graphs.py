@@ -7,6 +7,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 KERAS_OPSET = 13
+KERAS_ACTIVATIONS = {nn.ReLU: "Relu", nn.ELU: "Elu", nn.SELU: "Selu"}
 MAX_BOXES, MAX_OVERLAP, MIN_SCORE = 5, 0.5, 0.3
 
 
@@ -46,7 +47,7 @@ def keras_dense(model: nn.Module) -> onnx.ModelProto:
     x = writer.node("Mul", "numbers", writer.weight("norm/gain", gain.detach().numpy()))
     x = writer.node("Add", x, writer.weight("norm/shift", shift.detach().numpy()))
     for i, block in enumerate(model[1:-2]):
-        x = writer.node("Relu", writer.dense(x, block[0], f"dense_{i}"))
+        x = writer.node(KERAS_ACTIVATIONS[type(block[1])], writer.dense(x, block[0], f"dense_{i}"))
     writer.node("Softmax", writer.dense(x, model[-2], "scores"), output="output", axis=-1)
     rows = helper.make_tensor_value_info("numbers", TensorProto.FLOAT, ["unk__1", norm.num_features])
     scores = helper.make_tensor_value_info("output", TensorProto.FLOAT, ["unk__1", model[-2].out_features])
