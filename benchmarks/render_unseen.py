@@ -14,7 +14,7 @@ from unseen_goals import OURS, Comparison, compare, summary
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "onnx-benchmark.md"
 RESULTS = ROOT / "benchmarks" / "results"
-RESULT = RESULTS / "onnx_unseen.json"
+RESULT, FRESH = RESULTS / "onnx_unseen.json", RESULTS / "onnx_fresh.json"
 STABILITY, LARGE = RESULTS / "onnx_stability.json", RESULTS / "onnx_large.json"
 HEAD = ("model", "SQNR in dB", "best other", "agreement", "best other", "time", "ORT", "size", "best other", "not met")
 
@@ -27,10 +27,12 @@ def by_model(result: dict) -> dict[str, dict[str, dict]]:
     return rows
 
 
-def rendered(result: dict, stability: dict, large: dict) -> dict[str, str]:
-    """Render each section by its name, as Markdown."""
-    models = by_model(result)
+def rendered(result: dict, stability: dict, large: dict, fresh: dict | None = None) -> dict[str, str]:
+    """Render each section by its name, as Markdown; without results, the sections of fresh models are empty."""
+    models, fresh_models = by_model(result), by_model(fresh) if fresh else {}
     return {
+        "fresh-summary": _summary(fresh_models) if fresh_models else "",
+        "fresh-table": _table(fresh_models) if fresh_models else "",
         "unseen-table": _table(models),
         "unseen-summary": _summary(models),
         "unseen-stability": _stability(stability["rows"]),
@@ -124,10 +126,15 @@ def _summary(models: dict[str, dict[str, dict]]) -> str:
     return "\n".join(lines)
 
 
+def committed() -> list[dict | None]:
+    """Read the results of all benchmarks on this page; None for a benchmark that was not run yet."""
+    paths = RESULT, STABILITY, LARGE, FRESH
+    return [json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None for path in paths]
+
+
 def main() -> None:
     """Write the page."""
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in (RESULT, STABILITY, LARGE)]
-    PAGE.write_text(placed(PAGE.read_text(encoding="utf-8"), rendered(*results)), encoding="utf-8")
+    PAGE.write_text(placed(PAGE.read_text(encoding="utf-8"), rendered(*committed())), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""Models outside the zoo: networks built and trained in code, and files from packages."""
+"""Models outside the zoo: networks built and trained in code, and files from packages.
+
+``UNSEEN`` was partly used to develop detent. ``FRESH`` was not: do not tune anything on it.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from fresh_packages import FRESH_PACKAGE_MODELS
 from networks import FRESH_NETWORKS, LARGE_NETWORKS, NETWORKS
 from numpy.typing import NDArray
 from package_models import PACKAGE_MODELS
@@ -29,5 +33,5 @@ class UnseenModel(Protocol):
 
 
 UNSEEN: Mapping[str, UnseenModel] = MappingProxyType({**NETWORKS, **PACKAGE_MODELS})
-FRESH: Mapping[str, UnseenModel] = MappingProxyType({**FRESH_NETWORKS})
+FRESH: Mapping[str, UnseenModel] = MappingProxyType({**FRESH_NETWORKS, **FRESH_PACKAGE_MODELS})
 ALL_UNSEEN: Mapping[str, UnseenModel] = MappingProxyType({**UNSEEN, **FRESH, **LARGE_NETWORKS})

@@ -157,8 +157,8 @@ def darknet() -> nn.Module:
     """CSPDarkNet with Mish, and spatial pyramid pooling in front of the classifier."""
     act = nn.Mish()
     pools = [nn.MaxPool2d(side, 1, side // 2) for side in (3, 5, 7)]
-    stages = [csp(before, after, act=act) for before, after in pairwise((24, 64, 128, 256))]
-    pyramid = [conv(256, 96, 1, act=act), Concatenated(nn.Identity(), *pools), conv(384, 320, 1, act=act)]
+    stages = [csp(before, after, act=act) for before, after in pairwise((24, 64, 128, 320))]
+    pyramid = [conv(320, 96, 1, act=act), Concatenated(nn.Identity(), *pools), conv(384, 320, 1, act=act)]
     return stacked([conv(3, 24, act=act), *stages, *pyramid, *classifier(320, TEXTURES)])
 
 

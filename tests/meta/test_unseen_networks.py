@@ -48,14 +48,59 @@ NAMES = [
     "tables",
     "keras-dense",
 ]
-QUICK = ["keras-dense", "tables", "regression"]
+FRESH_NAMES = [
+    "mnasnet",
+    "efficientnet",
+    "ghostnet",
+    "mobileone",
+    "lcnet-v2",
+    "regnet",
+    "resnet-v2",
+    "wide-resnet",
+    "xception",
+    "darknet",
+    "convnext-v2",
+    "hrnet",
+    "mobilefacenet",
+    "siamese",
+    "deit",
+    "mobilevit",
+    "poolformer",
+    "roberta",
+    "albert",
+    "llama",
+    "t5",
+    "conformer",
+    "linknet",
+    "fpn",
+    "dncnn",
+    "srgan",
+    "yolo-dfl",
+    "centernet",
+    "wavenet",
+    "keyword-spotter",
+    "crnn",
+    "tagger",
+    "pointnet",
+    "deep-sets",
+    "fusion",
+    "table-regression",
+    "keras-elu",
+    "table-autoencoder",
+]
+QUICK = ["keras-dense", "tables", "regression", "keras-elu", "table-regression", "pointnet"]
 
 
 @pytest.fixture(scope="module")
-def networks(root):
+def package(root):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(root / "benchmarks"))
-        yield importlib.import_module("networks").NETWORKS
+        yield importlib.import_module("networks")
+
+
+@pytest.fixture(scope="module")
+def networks(package):
+    return {**package.NETWORKS, **package.FRESH_NETWORKS}
 
 
 def exported(network):
@@ -69,12 +114,18 @@ def run(content, feed):
     return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"]).run(None, feed)
 
 
-def test_all_networks_are_listed(networks):
-    assert sorted(networks) == sorted(NAMES)
+def test_all_networks_are_listed(package):
+    assert sorted(package.NETWORKS) == sorted(NAMES)
+    assert sorted(package.FRESH_NETWORKS) == sorted(FRESH_NAMES)
+
+
+def test_no_network_is_in_both_sets(networks):
+    assert len(networks) == len(NAMES) + len(FRESH_NAMES)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*NAMES, *FRESH_NAMES)],
 )
 def test_a_network_is_deterministic_and_runs(networks, name):
     network = networks[name]
@@ -90,18 +141,18 @@ def test_a_network_is_deterministic_and_runs(networks, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["keras-vgg", "keras-dense"])
+@pytest.mark.parametrize("name", ["keras-vgg", "keras-dense", "keras-elu"])
 def test_a_graph_written_by_hand_equals_the_module(networks, name):
     network = networks[name]
     model, feed = network.make(steps=0), network.held_out_feeds()[0]
     with torch.no_grad():
         expected = model(*map(torch.from_numpy, feed.values()))
-    expected = expected if name == "keras-dense" else expected.softmax(-1)
+    expected = expected if name != "keras-vgg" else expected.softmax(-1)
     np.testing.assert_allclose(run(network.to_onnx(model).SerializeToString(), feed)[0], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["separable-outliers", "repvgg"])
+@pytest.mark.parametrize("name", ["separable-outliers", "repvgg", "mobileone", "lcnet-v2"])
 def test_changes_after_training_keep_the_function(networks, name):
     network = networks[name]
     torch.manual_seed(0)

@@ -1,7 +1,6 @@
 """The table of unseen models in the docs shows the committed results."""
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,23 @@ def render(monkeypatch):
     return importlib.import_module("render_unseen")
 
 
-def results(render):
-    return [json.loads(path.read_text(encoding="utf-8")) for path in (render.RESULT, render.STABILITY, render.LARGE)]
-
-
 def test_the_page_is_rendered_from_the_committed_results(render):
     page = render.PAGE.read_text(encoding="utf-8")
-    assert render.placed(page, render.rendered(*results(render))) == page, "run benchmarks/render_unseen.py"
+    assert render.placed(page, render.rendered(*render.committed())) == page, "run benchmarks/render_unseen.py"
+
+
+def test_sections_of_fresh_models_are_rendered_like_the_others(render):
+    result, stability, large, _ = render.committed()
+    without = render.rendered(result, stability, large)
+    assert (without["fresh-summary"], without["fresh-table"]) == ("", "")
+    with_results = render.rendered(result, stability, large, result)
+    assert with_results["fresh-summary"] == with_results["unseen-summary"]
+    assert with_results["fresh-table"] == with_results["unseen-table"]
+
+
+def test_a_benchmark_that_was_not_run_has_no_result(render, monkeypatch, tmp_path):
+    monkeypatch.setattr(render, "FRESH", tmp_path / "none.json")
+    assert render.committed()[-1] is None
 
 
 def test_the_table_of_stability_shows_goals_that_are_not_met(render):
@@ -32,7 +41,7 @@ def test_the_table_of_stability_shows_goals_that_are_not_met(render):
 
 
 def test_every_model_has_a_row_for_the_default_target(render):
-    result, *others = results(render)
+    result, *others = render.committed()
     models = render.by_model(result)
     table = render.rendered(result, *others)["unseen-table"].splitlines()
     assert len(table) == 2 + len(models)
