@@ -132,7 +132,7 @@ def roberta() -> nn.Module:
 
 def albert() -> nn.Module:
     """ALBERT: all blocks share their weights, and embeddings are narrow."""
-    return PostNormEncoder(192, 4, 4, 48, 64, is_shared=True)
+    return PostNormEncoder(160, 4, 4, 48, 64, is_shared=True)
 
 
 class RootMeanSquare(nn.Module):

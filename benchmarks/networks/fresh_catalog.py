@@ -95,19 +95,16 @@ def _halved(count: int, seed: int, side: int = LARGE_SIDE) -> Data:
     return {"pictures": avg_pool2d(torch.from_numpy(pictures), 2).numpy()}, (pictures,)
 
 
-def _heartbeats(count: int, seed: int) -> Data:
-    leads, waves = records.heartbeats(count, STEPS, seed)
-    return {"leads": leads}, (waves,)
+def _records(
+    generate: Callable[[int, int, int], tuple[Array, ...]], size: int, name: str, target: int = 1
+) -> Callable[[int, int], Data]:
+    """Return a function whose input is the first array of a generator, and whose target is another array of it."""
 
+    def data(count: int, seed: int) -> Data:
+        arrays = generate(count, size, seed)
+        return {name: arrays[0]}, (arrays[target],)
 
-def _tagged(count: int, seed: int, tokens: int = TOKENS) -> Data:
-    symbols, enclosing, _ = records.expressions(count, tokens, seed)
-    return {"tokens": symbols}, (enclosing,)
-
-
-def _grouped(count: int, seed: int) -> Data:
-    symbols, _, groups = records.expressions(count, TOKENS, seed)
-    return {"tokens": symbols}, (groups,)
+    return data
 
 
 def _continued(count: int, seed: int) -> Data:
@@ -126,21 +123,6 @@ def _sound_steps(count: int, seed: int, stride: int) -> Data:
     spectra, kinds = records.spectrograms(count, SAMPLES, seed + SEED_OFFSET)
     frames = np.arange(0, spectra.shape[-1], stride)
     return {"spectrograms": spectra}, (kinds[:, (frames >= spectra.shape[-1] // 2).astype(int)],)
-
-
-def _solids(count: int, seed: int) -> Data:
-    points, labels = records.solids(count, POINTS, seed)
-    return {"points": points}, (labels,)
-
-
-def _quantities(count: int, seed: int) -> Data:
-    rows, quantities, _ = records.measurements(count, COLUMNS, seed)
-    return {"numbers": rows}, (quantities,)
-
-
-def _grades(count: int, seed: int) -> Data:
-    rows, _, grades = records.measurements(count, COLUMNS, seed)
-    return {"numbers": rows}, (grades,)
 
 
 def _normalized(count: int, seed: int) -> Data:
@@ -229,7 +211,7 @@ FRESH_NETWORKS: Mapping[str, Network] = MappingProxyType(
         "xception": _classifier(fresh_convolutional.xception, export=Export(11, folds_norms=True)),
         "darknet": _classifier(fresh_convolutional.darknet, LARGE_SIDE, SMALL_SIDE, export=Export(18), held_out=64),
         "convnext-v2": _classifier(
-            fresh_convolutional.convnext_v2, rate=2e-3, steps=200, export=Export(18, dynamo=True)
+            fresh_convolutional.convnext_v2, rate=4e-3, steps=200, export=Export(18, dynamo=True)
         ),
         "hrnet": _segmenter(
             fresh_convolutional.Hrnet,
@@ -249,13 +231,24 @@ FRESH_NETWORKS: Mapping[str, Network] = MappingProxyType(
         ),
         "deit": _classifier(fresh_attention.Deit, training_side=SIDE, export=Export(dynamic=True), **_TRANSFORMER),
         "mobilevit": _classifier(fresh_attention.mobilevit, export=Export(13), **_TRANSFORMER),
-        "poolformer": _classifier(fresh_attention.poolformer, export=Export(18, dynamo=True), **_TRANSFORMER),
-        "roberta": _on_tokens(fresh_attention.roberta, _grouped, loss=cross_entropy, held_out=256),
+        "poolformer": _classifier(
+            fresh_attention.poolformer, rate=5e-3, export=Export(18, dynamo=True), **_TRANSFORMER
+        ),
+        "roberta": _on_tokens(
+            fresh_attention.roberta,
+            _records(records.expressions, TOKENS, "tokens", 2),
+            loss=cross_entropy,
+            held_out=256,
+        ),
         "albert": _on_tokens(
-            fresh_attention.albert, _grouped, loss=cross_entropy, held_out=256, export=Export(13, dynamic=True)
+            fresh_attention.albert,
+            _records(records.expressions, TOKENS, "tokens", 2),
+            loss=cross_entropy,
+            held_out=256,
+            export=Export(13, dynamic=True),
         ),
         "llama": _on_tokens(fresh_attention.llama, _continued, export=Export(18, dynamo=True)),
-        "t5": _on_tokens(fresh_attention.t5, partial(_tagged, tokens=LONG_TOKENS), export=Export(13)),
+        "t5": _on_tokens(fresh_attention.t5, _records(records.expressions, LONG_TOKENS, "tokens"), export=Export(13)),
         "conformer": _on_tokens(fresh_sequential.conformer, partial(_sound_steps, stride=2)),
         "linknet": _segmenter(fresh_dense.Linknet, _shapes(_masks), export=Export(11)),
         "fpn": _segmenter(
@@ -267,6 +260,7 @@ FRESH_NETWORKS: Mapping[str, Network] = MappingProxyType(
             mse_loss,
             training_data=partial(_noisy, side=SMALL_SIDE),
             export=Export(folds_norms=True),
+            steps=100,
             held_out=16,
         ),
         "srgan": Network(
@@ -289,7 +283,12 @@ FRESH_NETWORKS: Mapping[str, Network] = MappingProxyType(
             held_out=128,
         ),
         "wavenet": Network(
-            fresh_sequential.Wavenet, _heartbeats, step_loss, decide=as_classes, export=Export(13), held_out=64
+            fresh_sequential.Wavenet,
+            _records(records.heartbeats, STEPS, "leads"),
+            step_loss,
+            decide=as_classes,
+            export=Export(13),
+            held_out=64,
         ),
         "keyword-spotter": Network(
             fresh_sequential.keyword_spotter,
@@ -307,38 +306,55 @@ FRESH_NETWORKS: Mapping[str, Network] = MappingProxyType(
             held_out=64,
         ),
         "tagger": Network(
-            fresh_sequential.Tagger, _tagged, step_loss, "recurrent", as_classes, Export(13), 200, held_out=64
+            fresh_sequential.Tagger,
+            _records(records.expressions, TOKENS, "tokens"),
+            step_loss,
+            "recurrent",
+            as_classes,
+            Export(13),
+            200,
+            held_out=64,
         ),
         "pointnet": Network(
-            fresh_sequential.Pointnet, _solids, cross_entropy, decide=as_classes, export=Export(folds_norms=True)
+            fresh_sequential.Pointnet,
+            _records(records.solids, POINTS, "points"),
+            cross_entropy,
+            decide=as_classes,
+            export=Export(folds_norms=True),
         ),
         "deep-sets": Network(
-            fresh_sequential.deep_sets, _solids, cross_entropy, "mlp", as_classes, Export(18, dynamo=True), 300
+            fresh_sequential.deep_sets,
+            _records(records.solids, POINTS, "points"),
+            cross_entropy,
+            "mlp",
+            as_classes,
+            Export(18, dynamo=True),
+            300,
         ),
         "fusion": Network(
             fresh_sequential.Fusion, _both, _class_losses, decide=_all_classes, export=Export(dynamic=True), rate=3e-3
         ),
         "table-regression": Network(
             fresh_sequential.residual_mlp,
-            _quantities,
+            _records(records.measurements, COLUMNS, "numbers"),
             _quantity_loss,
             "mlp",
             export=Export(dynamic=True),
             steps=400,
-            batch=8,
+            batch=16,
         ),
         "keras-elu": Network(
             fresh_sequential.keras_elu,
-            _grades,
+            _records(records.measurements, COLUMNS, "numbers", 2),
             log_loss,
             "mlp",
             as_classes,
             Export(writer=graphs.keras_dense),
             steps=400,
-            batch=8,
+            batch=16,
         ),
         "table-autoencoder": Network(
-            fresh_sequential.table_autoencoder, _normalized, mse_loss, "mlp", export=Export(13), steps=400, batch=8
+            fresh_sequential.table_autoencoder, _normalized, mse_loss, "mlp", export=Export(13), steps=400, batch=16
         ),
     }
 )

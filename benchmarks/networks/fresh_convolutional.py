@@ -65,10 +65,11 @@ def ghostnet() -> nn.Module:
 
 def mobileone() -> nn.Module:
     """MobileOne: depthwise and 1x1 convolutions with branches; ``merge_branches`` is applied after training."""
-    layers: list[nn.Module] = [RepBlock(3, 32, 2)]
-    for before, after, stride in ((32, 48, 2), (48, 48, 1), (48, 96, 2), (96, 96, 1), (96, 96, 1), (96, 192, 2)):
+    layers: list[nn.Module] = [RepBlock(3, 48, 2)]
+    blocks = ((48, 96, 1), (96, 96, 2), (96, 192, 1), (192, 192, 2), (192, 192, 1), (192, 384, 1))
+    for before, after, stride in blocks:
         layers += [RepBlock(before, before, stride, (3, 1), before), RepBlock(before, after, 1, (1, 1, 1))]
-    return stacked([*layers, *classifier(192, TEXTURES)])
+    return stacked([*layers, *classifier(384, TEXTURES)])
 
 
 def lcnet_v2() -> nn.Module:

@@ -71,8 +71,8 @@ class Pyramid(nn.Module):
 
 def dncnn() -> nn.Module:
     """DnCNN: predicts the noise of a picture by plain convolutions, and subtracts it."""
-    width = 64
-    middle = [conv(width, width, act=nn.ReLU()) for _ in range(6)]
+    width = 48
+    middle = [conv(width, width, act=nn.ReLU()) for _ in range(5)]
     noise = [nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), *middle, nn.Conv2d(width, 3, 3, padding=1)]
     return Residual(stacked([*noise, Apply(torch.neg)]))
 

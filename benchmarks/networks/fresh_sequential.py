@@ -158,17 +158,17 @@ class Scale(nn.Module):
 def keras_elu() -> nn.Module:
     """Linear layers with ELU and SELU on rows; ``keras_dense`` writes them as MatMul and Add."""
     acts = nn.ELU(), nn.SELU(), nn.ELU()
-    sizes = pairwise((COLUMNS, 384, 256, 192))
+    sizes = pairwise((COLUMNS, 512, 512, 384))
     hidden = [stacked([nn.Linear(a, b), act]) for (a, b), act in zip(sizes, acts, strict=True)]
-    return stacked([nn.BatchNorm1d(COLUMNS), *hidden, nn.Linear(192, GRADES), nn.Softmax(-1)])
+    return stacked([nn.BatchNorm1d(COLUMNS), *hidden, nn.Linear(384, GRADES), nn.Softmax(-1)])
 
 
 def table_autoencoder() -> nn.Module:
     """Autoencoder on rows with a code of 8 numbers; it reconstructs the normalized row."""
-    sizes = (COLUMNS, 256, 128, 8, 128, 256)
+    sizes = (COLUMNS, 512, 256, 8, 256, 512)
     layers = [stacked([nn.Linear(a, b), nn.Tanh() if b == 8 else nn.ELU()]) for a, b in pairwise(sizes)]
     norm = nn.BatchNorm1d(COLUMNS, affine=False)
-    return stacked([norm, *layers, nn.Linear(256, COLUMNS)])
+    return stacked([norm, *layers, nn.Linear(512, COLUMNS)])
 
 
 class Pointnet(nn.Module):
