@@ -40,6 +40,7 @@ SIDE, SMALL_SIDE, MIDDLE_SIDE, LARGE_SIDE = 64, 32, 48, 96
 STEPS, TOKENS, LONG_TOKENS, POINTS, SAMPLES = 256, 48, 64, 256, 4000
 COLUMNS = fresh_sequential.COLUMNS
 CELL = 4  # pixels per cell of CenterNet
+HEAT_WEIGHT = 5.0  # without it, CenterNet learns sizes first and classes late
 PAIR_POOL = 256  # pictures from which the second one of a pair is chosen
 MAX_DEVIATIONS = 4.0  # clips outliers of rows
 
@@ -160,7 +161,7 @@ def _center_loss(outputs: tuple[Tensor, ...], labels: Tensor, boxes: Tensor) -> 
     near = torch.exp(-((places[:, None] - y) ** 2 + (places - x) ** 2) / 2)
     expected = torch.zeros_like(heat)
     expected[torch.arange(len(labels)), labels // 2] = near
-    loss = binary_cross_entropy(heat.clamp(1e-6, 1 - 1e-6), expected, 1 + POSITIVE_WEIGHT * expected)
+    loss = HEAT_WEIGHT * binary_cross_entropy(heat.clamp(1e-6, 1 - 1e-6), expected, 1 + POSITIVE_WEIGHT * expected)
     cells = (boxes[:, :2] / CELL).long()
     rows = torch.arange(len(labels)), slice(None), cells[:, 1], cells[:, 0]
     loss = loss + (offset[rows] - (boxes[:, :2] / CELL - cells)).abs().mean()
@@ -280,6 +281,8 @@ FRESH_NETWORKS: Mapping[str, Network] = MappingProxyType(
             _center_loss,
             decide=brightest,
             export=Export(13, folds_norms=True),
+            steps=250,
+            rate=5e-3,
             held_out=128,
         ),
         "wavenet": Network(
