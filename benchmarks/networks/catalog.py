@@ -38,7 +38,7 @@ def _labels(drawn: Scenes) -> tuple[Array, ...]:
     return (drawn.labels,)
 
 
-def _looks(drawn: Scenes) -> tuple[Array, ...]:
+def looks(drawn: Scenes) -> tuple[Array, ...]:
     """Return brightness, texture and size as eight classes, which networks without batch norm learn within seconds."""
     radius, contrast = drawn.measures[:, 0], drawn.measures[:, 3]
     is_large = radius > 0.27 * drawn.pictures.shape[-1]
@@ -51,7 +51,7 @@ def _masks(drawn: Scenes) -> tuple[Array, ...]:
 
 def _channels_last(count: int, seed: int) -> Data:
     drawn = scenes(count, SIDE, seed)
-    return {"pictures": np.ascontiguousarray(drawn.pictures.transpose(0, 2, 3, 1))}, _looks(drawn)
+    return {"pictures": np.ascontiguousarray(drawn.pictures.transpose(0, 2, 3, 1))}, looks(drawn)
 
 
 def _small_pictures(count: int, seed: int, side: int = 96) -> Data:
@@ -135,14 +135,14 @@ NETWORKS: Mapping[str, Network] = MappingProxyType(
         "resnet-18": _classifier(convolutional.resnet_18, export=Export(folds_norms=True, dynamic=True)),
         "resnet-bottleneck": _classifier(convolutional.resnet_bottleneck, export=Export(11)),
         "resnext": _classifier(convolutional.resnext, export=Export(13)),
-        "convnext": _classifier(convolutional.convnext, targets=_looks, rate=2e-3, steps=200),
+        "convnext": _classifier(convolutional.convnext, targets=looks, rate=2e-3, steps=200),
         "densenet": _classifier(convolutional.densenet, export=Export(13)),
         "inception": _classifier(convolutional.inception, export=Export(18, dynamo=True, dynamic=True)),
-        "squeezenet": _classifier(convolutional.squeezenet, targets=_looks, rate=2e-3, steps=250, export=Export(11)),
+        "squeezenet": _classifier(convolutional.squeezenet, targets=looks, rate=2e-3, steps=250, export=Export(11)),
         "shufflenet": _classifier(convolutional.shufflenet, steps=200),
         "separable-outliers": _classifier(convolutional.separable, after_training=convolutional.with_outliers),
         "repvgg": _classifier(convolutional.repvgg, after_training=convolutional.merge_branches),
-        "vgg": _classifier(convolutional.vgg, targets=_looks, rate=2e-3, steps=250, export=Export(13, dynamic=True)),
+        "vgg": _classifier(convolutional.vgg, targets=looks, rate=2e-3, steps=250, export=Export(13, dynamic=True)),
         "keras-vgg": Network(
             lambda: nn.Sequential(_Turned(), *convolutional.vgg()),
             _channels_last,
@@ -152,10 +152,10 @@ NETWORKS: Mapping[str, Network] = MappingProxyType(
             rate=2e-3,
             export=Export(writer=lambda model: graphs.keras_pictures(model[1:])),
         ),
-        "vit": _classifier(attention.Vit, targets=_looks, kind="transformer", steps=200),
-        "swin": _classifier(attention.swin, targets=_looks, kind="transformer", steps=200),
+        "vit": _classifier(attention.Vit, targets=looks, kind="transformer", steps=200),
+        "swin": _classifier(attention.swin, targets=looks, kind="transformer", steps=200),
         "mixer": _classifier(
-            attention.mixer, targets=_looks, kind="transformer", steps=200, export=Export(18, dynamo=True)
+            attention.mixer, targets=looks, kind="transformer", steps=200, export=Export(18, dynamo=True)
         ),
         "bert": Network(
             attention.Encoder, _texts, cross_entropy, "transformer", as_classes, Export(13, dynamic=True), 200

@@ -20,6 +20,7 @@ from torch.nn.functional import (
 )
 
 from networks import fresh_attention, fresh_convolutional, fresh_dense, fresh_sequential, graphs, records
+from networks.catalog import looks
 from networks.convolutional import merge_branches
 from networks.network import TRAINING_SEED, Array, Data, Export, Network, Outputs, as_classes
 from networks.scenes import Scenes, scenes
@@ -181,6 +182,12 @@ def _classifier(
     return Network(build, data, cross_entropy, decide=as_classes, training_data=training_data, **options)
 
 
+def _of_looks(build: Callable[[], nn.Module], **options: Any) -> Network:
+    """Return a classifier of shapes by their looks, for networks without batch norm, which learn textures slowly."""
+    export = Export(18, dynamo=True)
+    return Network(build, _shapes(looks), cross_entropy, decide=as_classes, rate=2e-3, export=export, **options)
+
+
 def _segmenter(build: Callable[[], nn.Module], data: Callable[[int, int], Data], **options: Any) -> Network:
     return Network(build, data, binary_cross_entropy_with_logits, decide=above(0), held_out=64, **options)
 
@@ -211,9 +218,7 @@ FRESH_NETWORKS: Mapping[str, Network] = MappingProxyType(
         ),
         "xception": _classifier(fresh_convolutional.xception, export=Export(11, folds_norms=True)),
         "darknet": _classifier(fresh_convolutional.darknet, LARGE_SIDE, SMALL_SIDE, export=Export(18), held_out=64),
-        "convnext-v2": _classifier(
-            fresh_convolutional.convnext_v2, rate=4e-3, steps=200, export=Export(18, dynamo=True)
-        ),
+        "convnext-v2": _of_looks(fresh_convolutional.convnext_v2, steps=200),
         "hrnet": _segmenter(
             fresh_convolutional.Hrnet,
             _surfaces(_masks),
@@ -232,9 +237,7 @@ FRESH_NETWORKS: Mapping[str, Network] = MappingProxyType(
         ),
         "deit": _classifier(fresh_attention.Deit, training_side=SIDE, export=Export(dynamic=True), **_TRANSFORMER),
         "mobilevit": _classifier(fresh_attention.mobilevit, export=Export(13), **_TRANSFORMER),
-        "poolformer": _classifier(
-            fresh_attention.poolformer, rate=5e-3, export=Export(18, dynamo=True), **_TRANSFORMER
-        ),
+        "poolformer": _of_looks(fresh_attention.poolformer, **_TRANSFORMER),
         "roberta": _on_tokens(
             fresh_attention.roberta,
             _records(records.expressions, TOKENS, "tokens", 2),
