@@ -41,7 +41,6 @@ SIDE, SMALL_SIDE, MIDDLE_SIDE, LARGE_SIDE = 64, 32, 48, 96
 STEPS, TOKENS, LONG_TOKENS, POINTS, SAMPLES = 256, 48, 64, 256, 4000
 COLUMNS = fresh_sequential.COLUMNS
 CELL = 4  # pixels per cell of CenterNet
-HEAT_WEIGHT = 5.0  # without it, CenterNet learns sizes first and classes late
 PAIR_POOL = 256  # pictures from which the second one of a pair is chosen
 MAX_DEVIATIONS = 4.0  # clips outliers of rows
 
@@ -154,17 +153,15 @@ def _quantity_loss(outputs: Tensor, quantities: Tensor) -> Tensor:
     return mse_loss(outputs / ranges, quantities / ranges)
 
 
-def _center_loss(outputs: tuple[Tensor, ...], labels: Tensor, boxes: Tensor) -> Tensor:
-    """Cross entropy of the heat maps, and distance of offset and size at the center of the shape."""
+def _center_loss(outputs: tuple[Tensor, ...], boxes: Tensor) -> Tensor:
+    """Cross entropy of the heat map, and distance of offset and size at the center of the shape."""
     heat, offset, size = outputs
     places = torch.arange(heat.shape[-1]) + 0.5
     x, y = (boxes[:, axis, None, None] / CELL for axis in (0, 1))
-    near = torch.exp(-((places[:, None] - y) ** 2 + (places - x) ** 2) / 2)
-    expected = torch.zeros_like(heat)
-    expected[torch.arange(len(labels)), labels // 2] = near
-    loss = HEAT_WEIGHT * binary_cross_entropy(heat.clamp(1e-6, 1 - 1e-6), expected, 1 + POSITIVE_WEIGHT * expected)
+    near = torch.exp(-((places[:, None] - y) ** 2 + (places - x) ** 2) / 2)[:, None]
+    loss = binary_cross_entropy(heat.clamp(1e-6, 1 - 1e-6), near, 1 + POSITIVE_WEIGHT * near)
     cells = (boxes[:, :2] / CELL).long()
-    rows = torch.arange(len(labels)), slice(None), cells[:, 1], cells[:, 0]
+    rows = torch.arange(len(boxes)), slice(None), cells[:, 1], cells[:, 0]
     loss = loss + (offset[rows] - (boxes[:, :2] / CELL - cells)).abs().mean()
     return loss + (size[rows] - boxes[:, 2:]).abs().mean() / 16
 
@@ -280,12 +277,10 @@ FRESH_NETWORKS: Mapping[str, Network] = MappingProxyType(
         ),
         "centernet": Network(
             fresh_dense.centernet,
-            _shapes(_boxes),
+            _shapes(lambda drawn: (drawn.boxes,)),
             _center_loss,
             decide=brightest,
             export=Export(13, folds_norms=True),
-            steps=250,
-            rate=5e-3,
             held_out=128,
         ),
         "wavenet": Network(

@@ -129,7 +129,7 @@ class DistributedYolo(nn.Module):
 
 
 def centernet() -> nn.Module:
-    """CenterNet: heat maps of the centers of each shape, offsets within a cell, and sizes, at a quarter of the side."""
+    """CenterNet: a heat map of the centers of shapes, offsets within a cell, and sizes, at a quarter of the side."""
     act = nn.ReLU()
 
     def head(after: int, last: nn.Module) -> nn.Module:
@@ -141,4 +141,4 @@ def centernet() -> nn.Module:
     body = [conv(3, 24, 3, 2, act=act), basic(24, 48, 2), basic(48, 96, 2), basic(96, 160, 2), basic(160, 160, 1)]
     body += [*enlarged(160, 96), *enlarged(96, 48)]
     sizes = Apply(lambda x: 16 * nn.functional.softplus(x))
-    return Heads(stacked(body), head(SHAPES, nn.Sigmoid()), head(2, nn.Identity()), head(2, sizes))
+    return Heads(stacked(body), head(1, nn.Sigmoid()), head(2, nn.Identity()), head(2, sizes))
