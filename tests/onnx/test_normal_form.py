@@ -133,3 +133,37 @@ def test_transposed_weights_are_stored_as_matmul_weights():
     prepared = qo.prepare(model)
     assert Graph(prepared).array(prepared.graph.node[0].input[1]).shape == (16, 5)
     assert_same(model, prepared, [{"x": np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)}])
+
+
+def test_layers_that_share_a_weight_and_a_batch_norm_still_share_it():
+    m = Maker()
+    shared = [m.constant(weights(8, 8, 3, 3)), m.constant(weights(8, 1).ravel())]
+    norm = [m.constant(np.abs(weights(8, 1, seed=seed)).ravel() + 0.5) for seed in range(4)]
+    towers = [m.add("Conv", [x, *shared], pads=[1, 1, 1, 1], name=f"tower_{x}") for x in ("x", "y")]
+    results = [m.add("BatchNormalization", [t, *norm]) for t in towers]
+    other = m.add("BatchNormalization", [m.add("Conv", ["x", *shared], pads=[1, 1, 1, 1]), *norm[::-1]])
+    model = m.model([("x", ["n", 8, 8, 8]), ("y", ["n", 8, 8, 8])], [*results, other])
+    prepared = qo.prepare(model)
+    first, second, third = (node.input[1] for node in prepared.graph.node)
+    assert first == second != third
+    assert_same(model, prepared, [{"x": images(1)[0]["x"], "y": images(2)[1]["x"]}])
+
+
+@pytest.mark.parametrize(("width", "expected"), [(4, ["MatMul", "Add"]), (64, ["Gather", "MatMul", "Add"])])
+def test_computed_constants_that_would_enlarge_the_file_stay_nodes(width, expected):
+    m = Maker()
+    places = m.constant(np.arange(64, dtype=np.int32).reshape(8, 8) % 4)
+    bias = m.add("Gather", [m.constant(weights(4, width)), places])  # 1 KiB or 16 KiB
+    model = m.model([("x", [1, 8, 8, width])], [m.add("Add", [m.matmul("x", width, width), bias])])
+    prepared = qo.prepare(model)
+    assert sorted(kinds(prepared)) == sorted(expected)
+    feed = {"x": np.random.default_rng(0).normal(size=(1, 8, 8, width)).astype(np.float32)}
+    assert_same(model, prepared, [feed])
+
+
+def test_a_computed_weight_becomes_a_constant_even_if_it_grows():
+    m = Maker()
+    places = m.constant(np.arange(64, dtype=np.int32) % 4)
+    weight = m.add("Gather", [m.constant(weights(4, 64)), places])
+    prepared = qo.prepare(m.model([("x", [1, 64])], [m.add("MatMul", ["x", weight])]))
+    assert kinds(prepared) == ["MatMul"]

@@ -19,6 +19,7 @@ from detent.onnx_model.graph import Graph, attribute_of
 __all__ = ["fold"]
 
 Array = NDArray[Any]
+FoldedWeights = dict[tuple[str, tuple[int, ...], bytes], str]  # by weight, and shape and bytes of the gain
 FOLDED = ("Conv", "ConvTranspose")
 EPSILON = 1e-5  # default epsilon of BatchNormalization
 
@@ -26,16 +27,20 @@ EPSILON = 1e-5  # default epsilon of BatchNormalization
 def fold(graph: Graph) -> int:
     """Fold constant arithmetic after layers into the layers, and return the number of removed nodes."""
     removed = 0
+    folded: FoldedWeights = {}
     for node in list(graph.nodes):
-        while node.op_type in FOLDED and _fold_next(graph, node):
+        while node.op_type in FOLDED and _fold_next(graph, node, folded):
             removed += 1
     if removed:
         graph.drop_unread()
     return removed
 
 
-def _fold_next(graph: Graph, layer: NodeProto) -> bool:
-    """Fold the node after a layer into the layer; return False if the node cannot be folded."""
+def _fold_next(graph: Graph, layer: NodeProto, folded: FoldedWeights) -> bool:
+    """Fold the node after a layer into the layer; return False if the node cannot be folded.
+
+    ``folded`` has the weights so far: layers with the same weight and the same gain still share a weight afterwards.
+    """
     result = layer.output[0]
     if any(name and name not in graph.constants for name in layer.input[1:]):
         return False
@@ -57,8 +62,12 @@ def _fold_next(graph: Graph, layer: NodeProto) -> bool:
         else np.zeros(channels)
     )
     if not np.array_equal(gain, np.ones(channels)):
-        scaled = weight.astype(np.float64) * _along(layer, weight, gain)
-        graph.set_input(layer, 1, graph.add_constant(f"{layer.input[1]}_folded", scaled.astype(np.float32)))
+        along = _along(layer, weight, gain)
+        key = layer.input[1], along.shape, along.tobytes()
+        if key not in folded:
+            scaled = (weight.astype(np.float64) * along).astype(np.float32)
+            folded[key] = graph.add_constant(f"{layer.input[1]}_folded", scaled)
+        graph.set_input(layer, 1, folded[key])
     graph.set_input(layer, 2, graph.add_constant(f"{layer.output[0]}_bias", (bias * gain + offset).astype(np.float32)))
     target = follower.output[0]
     graph.remove([follower])

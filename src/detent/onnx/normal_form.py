@@ -3,7 +3,8 @@
 - Functions are inlined, and the opset is new enough for the Q/DQ nodes.
 - Float16 models compute in float32; their inputs and outputs stay float16 (``half_precision``).
 - All constants are initializers. This includes outputs of Constant nodes, outputs of nodes that read only constants,
-  and constants that the model lists as inputs.
+  and constants that the model lists as inputs. Outputs that are larger than the constants they are computed from stay
+  nodes, because they would enlarge the file.
 - Every node has a unique name.
 - Batch norms, and constants that are added or multiplied after a layer, are folded into the layer. Constants that no
   node reads are removed.
@@ -30,6 +31,7 @@ from detent.onnx.batchnorm import fold
 from detent.onnx.half_precision import is_float16, widen
 from detent.onnx_model.files import ModelSource, load
 from detent.onnx_model.graph import MAIN, MOVING, QUANTIZERS, Graph, array_of, attribute_of, subgraphs
+from detent.onnx_model.layers import WEIGHTED
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors, without_weights
 
 __all__ = ["NormalForm", "convert", "needed_opset", "prepare", "to_normal_form"]
@@ -106,6 +108,7 @@ def _close(old: NDArray[Any], new: NDArray[Any]) -> bool:
 
 MASK_VALUE = 1e30  # larger values are attention masks, not terms of sums
 MAX_ULP = 4  # largest difference between constants that two machines compute
+MIN_GROWN_BYTES = 4096  # smaller results are stored even if they are larger than what they are computed from
 MAX_FOLDED_BYTES = 1 << 26  # bytes that constant nodes may read in total; above, they stay in the graph
 QUANTIZED = (*QUANTIZERS, "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm")
 _GROWING = ("Expand", "Tile", "ConstantOfShape", "Range", "Pad")
@@ -346,6 +349,8 @@ def _compute_constants(graph: Graph, decided: Mapping[str, NDArray[Any]] | None)
         if name in graph.outputs or any(id(reader) not in inside for reader in graph.consumers(name))
     ]
     values = _evaluate(graph, nodes, [name for name in read if name not in graph.outputs])
+    grown = _grown(graph, nodes, values)
+    values = {name: value for name, value in values.items() if name not in grown}
     inexact = _inexact_results(nodes)
     computed = {name: value for name, value in values.items() if name in inexact and _is_float(value)}
     _check_decided(decided, computed, _adding_results(nodes))
@@ -370,6 +375,24 @@ def _constant_nodes(graph: Graph) -> list[NodeProto]:
             nodes.append(node)
             constants.update(node.output)
     return nodes
+
+
+def _grown(graph: Graph, nodes: list[NodeProto], values: Mapping[str, NDArray[Any]]) -> set[str]:
+    """Find results that would enlarge the file: they are larger than the constants from which they are computed.
+
+    Weights and biases of layers are not among them, because they are stored as codes.
+    """
+    sources: dict[str, set[str]] = {name: {name} for name in graph.constants}
+    for node in nodes:
+        read = set[str]().union(*(sources[name] for name in node.input if name))
+        sources.update((name, read) for name in node.output)
+    grown = set()
+    for name, value in values.items():
+        before = sum(array_of(graph.constants[each]).nbytes for each in sources[name])
+        is_weight = any(node.op_type in WEIGHTED for node in graph.consumers(name))
+        if value.nbytes > max(before, MIN_GROWN_BYTES) and not is_weight:
+            grown.add(name)
+    return grown
 
 
 def _inexact_results(nodes: list[NodeProto]) -> set[str]:

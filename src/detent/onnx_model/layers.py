@@ -29,7 +29,7 @@ from detent.onnx_model.graph import (
     subgraphs,
 )
 
-__all__ = ["QUANTIZED_ALREADY", "Layer", "layers_of"]
+__all__ = ["QUANTIZED_ALREADY", "WEIGHTED", "Layer", "layers_of"]
 
 CONVS = ("Conv", "ConvTranspose")
 RECURRENT = ("LSTM", "GRU", "RNN")
