@@ -130,7 +130,7 @@ def in_openvino(path: Path, feeds: Sequence[Feed], plain: list[Outputs], quantiz
             return {"failed": first_line(error)}
     os.environ[ISA_VARIABLE] = "AVX512_CORE_VNNI"
     try:
-        return _compare_openvino(path, feeds, plain, quantized, "without AMX")
+        return _compare_openvino(path, feeds, plain, quantized, "AMX disabled, because the process crashed")
     except DetentError as error:
         return {"failed": first_line(error)}
     finally:

@@ -101,7 +101,10 @@ def _above(rows: Rows) -> GoalResult:
 
 
 def _sizes(rows: Rows) -> GoalResult:
-    name = f"size ratio: at most {MAX_SIZE_EXCESS:g} above the smallest file of a tool whose SQNR is at least as high"
+    name = (
+        f"size ratio: at most {MAX_SIZE_EXCESS:g} above that of the smallest file among tools whose SQNR is at least "
+        "detent's"
+    )
     excess = {}
     for model, row, others in rows.compared():
         sizes = [other["size_ratio"] for other in others if other["mean_sqnr_db"] >= row["mean_sqnr_db"]]

@@ -31,8 +31,20 @@ def rendered(onnx: dict, accuracy: dict, cost: dict, speed: dict) -> dict[str, s
     """Render the section of the README as Markdown, by the name of the section."""
     lines = [_files(onnx), _accuracy(accuracy), _cost(cost), _kernels(speed)]
     lines = [line.replace(HOWTO_LINK, README_LINK) for line in lines]
-    machine = f"Measured on {speed['machine']['cpu']} ({speed['machine']['level']}), {onnx['date']}."
-    return {"readme-results": "\n".join([*(f"- {line}" for line in lines), "", machine])}
+    runs = {"ONNX files": onnx, "QAT accuracy": accuracy, "QAT cost": cost, "kernels": speed}
+    return {"readme-results": "\n".join([*(f"- {line}" for line in lines), "", _machines(runs)])}
+
+
+def _machines(runs: dict[str, dict]) -> str:
+    """Name the CPU and the date of each run; runs on the same CPU and day share them."""
+    names: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        machine = run["machine"]
+        names.setdefault(f"{machine['cpu']} ({machine['level']}), {run['date']}", []).append(name)
+    if len(names) == 1:
+        return f"Measured on {next(iter(names))}."
+    parts = [f"{' and '.join(filter(None, (', '.join(part[:-1]), part[-1])))} on {where}" for where, part in names.items()]
+    return f"Measured in several runs: {'; '.join(parts)}."
 
 
 def quotes(onnx: dict, accuracy: dict, cost: dict) -> dict[Path, dict[str, str]]:

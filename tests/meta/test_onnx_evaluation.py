@@ -50,7 +50,7 @@ def test_a_dead_process_is_retried_without_amx(evaluation, path, feeds, tmp_path
     worker.write_text(WORKER.format(worker=str(openvino.WORKER)), encoding="utf-8")
     monkeypatch.setattr(openvino, "WORKER", worker)
     outputs = evaluation.outputs(path, feeds)
-    assert evaluation.in_openvino(path, feeds, outputs, outputs)["note"] == "without AMX"
+    assert evaluation.in_openvino(path, feeds, outputs, outputs)["note"] == "AMX disabled, because the process crashed"
 
 
 def test_an_unsupported_file_is_reported(evaluation, path, feeds, tmp_path):

@@ -54,6 +54,15 @@ def test_a_changed_result_changes_its_line(render, result, key, line):
     assert [number for number, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]] == [line]
 
 
+def test_runs_on_different_machines_are_named_with_their_machine_and_date(render):
+    one = {"machine": {"cpu": "A", "level": "v4"}, "date": "2026-01-01"}
+    later = one | {"date": "2026-01-02"}
+    assert render._machines({"x": one, "y": one}) == "Measured on A (v4), 2026-01-01."
+    assert render._machines({"x": later, "y": one, "z": one}) == (
+        "Measured in several runs: x on A (v4), 2026-01-02; y and z on A (v4), 2026-01-01."
+    )
+
+
 def test_every_command_is_of_a_kind_that_is_checked_here():
     assert {words[0] for words in COMMANDS} == {"make", "detent", "pip"}
     assert [words for words in COMMANDS if words[0] == "pip"] == [["pip", "install", ".[all]"]]

@@ -36,8 +36,20 @@ def test_a_benchmark_that_was_not_run_has_no_result(render, monkeypatch, tmp_pat
 def test_the_table_of_stability_shows_goals_that_are_not_met(render):
     rows = [{"part": "counts", "model": "a", "sqnr_db": {"32": 30.0, "128": 29.0}, "loss_db": 1.0, "ok": False}]
     assert render._stability(rows).splitlines()[-1] == (
-        "| a | number of samples | 32: 30.0, 128: 29.0 | 1.0 | **not met** |"
+        "| a | number of samples, compared with 32 | 32: 30.0, 128: 29.0 | 1.0 | **not met** |"
     )
+
+
+def test_drops_between_larger_numbers_of_samples_are_named(render):
+    ratios = {"32": 28.1, "128": 35.7, "256": 32.2}
+    rows = [
+        {"part": "counts", "model": "a", "sqnr_db": ratios},
+        {"part": "counts", "model": "b", "sqnr_db": {"32": 30.0, "128": 31.0}},
+    ]
+    assert render._drops(rows) == (
+        "From one number of samples to the next, the SQNR drops on 1 of 2 models: a 3.5 dB. No goal covers this."
+    )
+    assert render._drops(rows[1:]) == "From one number of samples to the next, the SQNR drops on 0 of 1 models."
 
 
 def test_every_model_has_a_row_for_the_default_target(render):
