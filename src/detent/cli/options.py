@@ -57,7 +57,7 @@ BatchSize = Annotated[
         min=1,
         metavar="N",
         help="Samples per batch of an .npz or .npy file.",
-        show_default="1",
+        show_default="1, or the model's",
         rich_help_panel=DATA,
     ),
 ]
