@@ -43,7 +43,9 @@ def _machines(runs: dict[str, dict]) -> str:
         names.setdefault(f"{machine['cpu']} ({machine['level']}), {run['date']}", []).append(name)
     if len(names) == 1:
         return f"Measured on {next(iter(names))}."
-    parts = [f"{' and '.join(filter(None, (', '.join(part[:-1]), part[-1])))} on {where}" for where, part in names.items()]
+    parts = []
+    for where, (*first, last) in names.items():
+        parts.append(f"{', '.join(first)} and {last} on {where}" if first else f"{last} on {where}")
     return f"Measured in several runs: {'; '.join(parts)}."
 
 
