@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from detent.checks import float_array
 from detent.errors import DtypeError, ShapeError
 from detent.kernels import error_sum, largest_error, power_of_two, tree_sum
+from detent.output_measures import EQUAL_SHARE, TOP1, Measure, OutputScore, choose_measure, mask_threshold
 from detent.params import QuantParams
 from detent.plan import Plan, check_is_params
 from detent.tensor import QuantizedTensor
@@ -23,7 +24,7 @@ __all__ = ["clip_fraction", "code_usage", "cosine", "entropy_bits", "mae", "max_
 
 Array = NDArray[Any]
 NORMAL_95 = 1.96  # half the width of a 95 % interval, in standard errors
-MAX_CLASSES = 10_000  # an output with more columns is not treated as class scores
+MEASURE_BATCHES, MEASURE_BYTES = 8, 64 << 20  # first batches whose float outputs choose a measure, and their limit
 
 
 def mse(x: ArrayLike, y: ArrayLike) -> float:
@@ -106,7 +107,8 @@ class OutputComparison:
     """Comparison of two models' outputs, output by output.
 
     Float outputs are compared by SQNR. Integer and boolean outputs, such as labels, are compared by the share of equal
-    elements. If the first output contains class scores or labels, the predicted classes are compared, too.
+    elements. Each output also has the measure that fits its shape and values (``output_measures``); class scores have
+    the top-1 agreement.
 
     The shape of an output may depend on the data, as after NonMaxSuppression. An output is not compared on a batch if
     its two shapes differ or if it has no elements; ``not_compared`` lists such outputs.
@@ -123,14 +125,15 @@ class OutputComparison:
         self._powers: dict[str, SignalNoise] = {}
         self._equal: dict[str, tuple[int, int]] = {}  # number of equal elements, number of all elements
         self._skipped: dict[str, list[str]] = {}  # reasons, one per batch
-        self._agreeing = self._rows = self.batches = self.samples = 0
+        self._measured: dict[str, _MeasuredOutput] = {}
+        self.batches = self.samples = 0
         self._sample_powers: dict[str, list[tuple[Array, Array]]] = {}  # one (signal, noise) pair per batch
 
     def add(self, expected: Sequence[Array], got: Sequence[Array], samples: int = 1) -> None:
         """Add a batch of ``samples`` samples: outputs of the first model (``expected``) and of the second (``got``)."""
         self.batches += 1
         self.samples += samples
-        for i, (name, x, y) in enumerate(zip(self._names, expected, got, strict=True)):
+        for name, x, y in zip(self._names, expected, got, strict=True):
             reason = self._problem(x, y)
             if reason:
                 self._skipped.setdefault(name, []).append(reason)
@@ -142,8 +145,7 @@ class OutputComparison:
             else:
                 equal, total = self._equal.get(name, (0, 0))
                 self._equal[name] = equal + int(np.count_nonzero(x == y)), total + x.size
-            if i == 0:
-                self._add_classes(x, y)
+            self._measured.setdefault(name, _MeasuredOutput()).add(x, y)
 
     def _problem(self, x: Array, y: Array) -> str:
         """Return why two outputs cannot be compared, or "" if they can be compared."""
@@ -159,18 +161,6 @@ class OutputComparison:
             return f"shape {x.shape} {self._where[0]}, {y.shape} {self._where[1]}"
         return "" if x.size else "no elements"
 
-    def _add_classes(self, x: Array, y: Array) -> None:
-        """Count the samples for which both models predict the same class; x and y are the models' first outputs.
-
-        The class is the column of the largest score, or a label.
-        """
-        if x.dtype.kind == "f" and x.ndim == 2 and 2 <= x.shape[1] <= MAX_CLASSES:
-            x, y = np.argmax(x, axis=1), np.argmax(y, axis=1)
-        elif x.dtype.kind == "f" or x.ndim == 0 or x.size != len(x):
-            return
-        self._rows += len(x)
-        self._agreeing += int(np.count_nonzero(x == y))
-
     @property
     def sqnr_db(self) -> dict[str, float]:
         """The SQNR of each float output."""
@@ -182,20 +172,27 @@ class OutputComparison:
         return {name: equal / total for name, (equal, total) in self._equal.items()}
 
     @property
+    def scores(self) -> dict[str, OutputScore]:
+        """For each output, the measure that fits it, and the value of this measure."""
+        return {name: each.score for name, each in self._measured.items()}
+
+    @property
     def agreement(self) -> float | None:
         """The share of samples for which both models predict the same class.
 
         It is None if the first output has neither class scores nor labels. It is also None if the number of rows
         depends on the data, because then a row is not a sample.
         """
-        if not self._rows or self._names[0] in self._skipped:
-            return None
-        return self._agreeing / self._rows
+        equal, total = self.agreement_counts
+        return equal / total if total else None
 
     @property
     def agreement_counts(self) -> tuple[int, int]:
         """The number of samples with equal classes and of all samples, or (0, 0) if ``agreement`` is None."""
-        return (0, 0) if self.agreement is None else (self._agreeing, self._rows)
+        first = self._measured.get(self._names[0]) if self._names else None
+        if first is None or self._names[0] in self._skipped:
+            return 0, 0
+        return first.class_counts
 
     @property
     def agreement_interval(self) -> tuple[float, float] | None:
@@ -231,6 +228,47 @@ class OutputComparison:
     def notes(self) -> dict[str, None]:
         """One message for each output in ``not_compared``."""
         return {f"output {name!r} not compared: {text}": None for name, text in self.not_compared.items()}
+
+
+class _MeasuredOutput:
+    """The measure of one output, summed over batches; the first batches are kept until they have chosen the measure."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[Array, Array]] = []
+        self._measure: Measure | None = None
+        self._threshold = 0.0
+        self._sums = np.zeros(2)
+        self._has_labels = True  # one integer per sample so far
+
+    def add(self, x: Array, y: Array) -> None:
+        self._has_labels = self._has_labels and x.dtype.kind != "f" and x.ndim > 0 and x.size == len(x)
+        if self._measure is not None:
+            self._sums += self._measure.sums(x, y, self._threshold)
+            return
+        self._first.append((x, y))
+        if len(self._first) == MEASURE_BATCHES or sum(each.nbytes for each, _ in self._first) >= MEASURE_BYTES:
+            self._chosen()
+
+    def _chosen(self) -> Measure:
+        """Choose the measure if that is not done yet, and add the batches that were kept."""
+        if self._measure is None:
+            expected = [x for x, _ in self._first]
+            self._measure, self._threshold = choose_measure(expected), mask_threshold(expected)
+            for x, y in self._first:
+                self._sums += self._measure.sums(x, y, self._threshold)
+            self._first.clear()
+        return self._measure
+
+    @property
+    def score(self) -> OutputScore:
+        measure = self._chosen()
+        return OutputScore(measure.name, measure.value(*map(float, self._sums)))
+
+    @property
+    def class_counts(self) -> tuple[int, int]:
+        """Number of samples with equal classes and of all samples; (0, 0) without class scores or labels."""
+        is_class = self._chosen() is TOP1 or (self._measure is EQUAL_SHARE and self._has_labels)
+        return (int(self._sums[0]), int(self._sums[1])) if is_class else (0, 0)
 
 
 def _sample_powers(x: Array, y: Array, samples: int) -> tuple[Array, Array]:

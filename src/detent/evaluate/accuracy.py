@@ -4,11 +4,11 @@ With 20 or more batches, every tenth batch is held out from calibration and used
 nothing is held out: evaluation uses the first eight calibration batches, and ``Split.is_held_out`` is False.
 
 SQNR = 10 log10(sum x^2 / sum (x - y)^2) in dB, over all batches. x is an output of the float model, and y is the same
-output of the quantized model. Only outputs of a float type have an SQNR. Top-1 agreement is the share of samples for
+output of the quantized model. Only outputs of a float type have an SQNR. Each output also has the measure that fits
+its shape and values (``detent.output_measures``), such as the IoU of masks. Top-1 agreement is the share of samples for
 which both models predict the same class. It needs a first output with one row of class scores, or one label, per
-sample. For outputs of integers or booleans, the share of equal elements is measured instead of an SQNR. An output is
-not compared on batches for which the two models return different shapes; ``Accuracy.not_compared`` lists such outputs.
-True labels are not used: all metrics compare the quantized model with the float model.
+sample. An output is not compared on batches for which the two models return different shapes;
+``Accuracy.not_compared`` lists such outputs.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ from detent.onnx.quality_warnings import QuantizeWarning, accuracy_warnings
 from detent.onnx_model.batches import Batches, BatchSource, Feed, open_batches
 from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
+from detent.output_measures import OutputScore
 from detent.tables import counted
 
 __all__ = ["Accuracy", "Split", "check_supports_agreement", "measure_accuracy", "split_batches"]
@@ -95,6 +96,7 @@ class Accuracy:
             fewer than two samples.
         agreement_interval: 95 % confidence interval (Wilson) of the top-1 agreement; None if ``agreement`` is None.
         warnings: warnings about a low SQNR or a low top-1 agreement.
+        scores: maps the name of each output to the measure that fits it, such as "IoU", and its value.
 
     >>> accuracy = Accuracy({"y": 41.0, "z": 30.5}, 1.0, 3)
     >>> accuracy.worst_output, accuracy.sqnr_db
@@ -110,6 +112,7 @@ class Accuracy:
     sqnr_interval_db: tuple[float, float] | None = None
     agreement_interval: tuple[float, float] | None = None
     warnings: tuple[QuantizeWarning, ...] = ()
+    scores: Mapping[str, OutputScore] = field(default_factory=dict)
 
     @property
     def worst_output(self) -> str:
@@ -150,6 +153,7 @@ def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSour
         comparison.sqnr_interval_db(worst_output(comparison.sqnr_db)),
         comparison.agreement_interval,
         tuple(accuracy_warnings(comparison)),
+        comparison.scores,
     )
 
 

@@ -6,7 +6,7 @@ because the file is already written.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -25,6 +25,7 @@ from detent.onnx_model.batches import BatchSource
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.targets import has_vnni, mismatch
+from detent.output_measures import OutputScore
 from detent.recipe import Recipe
 from detent.tables import bytes_text, counted, html_table
 from detent.verification import VerifyReport, verify
@@ -149,10 +150,18 @@ class Evaluation:
             )
         if self.accuracy.agreement is not None:
             facts.append(("top-1 agreement", f"{100 * self.accuracy.agreement:.2f} %{where}"))
-        equal = list(self.accuracy.outputs_equal.items())[:MAX_OUTPUTS_SHOWN]
-        facts += [(f"equal in {name}", f"{100 * share:.2f} % of the elements") for name, share in equal]
+        facts += self._score_facts(self.accuracy.scores)
         skipped = list(self.accuracy.not_compared.items())[:MAX_OUTPUTS_SHOWN]
         return [*facts, *((f"output {name}", f"not compared: {reason}") for name, reason in skipped)]
+
+    def _score_facts(self, scores: Mapping[str, OutputScore]) -> list[tuple[str, str]]:
+        """Name the measure of each output and its value; the agreement of the first output has a line of its own."""
+        has_agreement = self.accuracy is not None and self.accuracy.agreement is not None
+        shown = list(scores.items())[1 if has_agreement else 0 :]
+        labels = [each.measure if len(scores) == 1 else f"{each.measure} of {name}" for name, each in shown]
+        facts = [(label, str(each)) for label, (_, each) in zip(labels, shown, strict=True)]
+        more = [("other outputs", f"{len(facts) - MAX_OUTPUTS_SHOWN:,} more, see --json")]
+        return facts if len(facts) <= MAX_OUTPUTS_SHOWN else [*facts[:MAX_OUTPUTS_SHOWN], *more]
 
     def _kernel_facts(self) -> list[tuple[str, str]]:
         layers = self.result.layers
@@ -207,6 +216,9 @@ class Evaluation:
             "sqnr_db_output": None if accuracy is None else accuracy.worst_output or None,
             "sqnr_db_by_output": None if accuracy is None else dict(accuracy.outputs_sqnr_db),
             "agreement": None if accuracy is None else accuracy.agreement,
+            "score_by_output": None
+            if accuracy is None
+            else {name: {"measure": each.measure, "value": each.value} for name, each in accuracy.scores.items()},
             "equal_share_by_output": None if accuracy is None else dict(accuracy.outputs_equal),
             "outputs_not_compared": None if accuracy is None else dict(accuracy.not_compared),
             "evaluation_samples": None if accuracy is None else accuracy.samples,

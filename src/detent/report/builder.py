@@ -105,7 +105,11 @@ def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Rep
         result=evaluation.result,
         verification=evaluation.verification,
         sensitivity=evaluation.sensitivity,
-        facts={**({} if evaluation.timing is None else {"Time": str(evaluation.timing)}), **_warnings(evaluation)},
+        facts={
+            **({} if evaluation.timing is None else {"Time": str(evaluation.timing)}),
+            **_scores(evaluation),
+            **_warnings(evaluation),
+        },
         command=command,
     )
     if accuracy is None:
@@ -118,6 +122,15 @@ def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Rep
         agreement=accuracy.agreement,
         notes=tuple(dict.fromkeys((*skipped, *report.notes))),
     )
+
+
+def _scores(evaluation: "Evaluation") -> dict[str, str]:
+    """Return the measure of each output as a fact."""
+    scores = {} if evaluation.accuracy is None else evaluation.accuracy.scores
+    names = {name: f" of {name}" if len(scores) > 1 else "" for name in scores}
+    return {
+        f"{score.measure[:1].upper()}{score.measure[1:]}{names[name]}": str(score) for name, score in scores.items()
+    }
 
 
 def _warnings(evaluation: "Evaluation") -> dict[str, str]:
