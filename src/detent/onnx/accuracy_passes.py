@@ -13,6 +13,7 @@ searching ranges        the margins of ranges, and which activations are clipped
 choosing weight bits    7 or 8 bits for each weight (``fast_kernels``)
 float fallback          which noisy layers stay in float (``float_fallback``)
 bias correction         new biases (``bias_correction``)
+meeting max_drop        which layers stay in float, so that a metric drops by at most max_drop (``metric_search``)
 ======================= ===========================================================================================
 
 A pass that changes the model is kept only if it lowers the noise at the outputs. This is measured on samples to which
@@ -23,8 +24,8 @@ the pass was not fitted.
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from os import PathLike
@@ -63,14 +64,15 @@ from detent.onnx.fast_kernels import (
 from detent.onnx.float_fallback import NoiseByLayer, choose_float
 from detent.onnx.graph_plan import PREFERENCES, GraphPlan, Preference
 from detent.onnx.layer_error import IsolatedLayers, ReferenceOutputs
+from detent.onnx.metric_search import MAX_DROP_REASON, MetricGoal, MetricSearch, ModelTrials, search_float_layers
 from detent.onnx.pass_errors import announce, running
 from detent.onnx.quality_warnings import DataSummary
-from detent.onnx.quantized_graph import layer_decisions, placed
+from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx.range_search import MIN_SAMPLES as MIN_RANGE_SAMPLES
 from detent.onnx.range_search import ChosenRanges, SampleBounds, search_ranges
 from detent.onnx.samples import Samples, choose_samples
 from detent.onnx_model.batches import Batches, inputs_of, open_batches, samples_in
-from detent.onnx_model.files import copied
+from detent.onnx_model.files import LoadedModel, copied
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 from detent.rule import ObserverLike, get_observer_spec
 
@@ -127,6 +129,8 @@ class Options:
     seed: int = 0
     prefer: Preference = "balanced"
     effort: Effort = "balanced"
+    metric: str = ""  # name of the metric, if max_drop is set
+    max_drop: float | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -183,6 +187,7 @@ class Decided:
     samples: tuple[Feed, ...] = ()
     steps: tuple[str, ...] = ()
     data: DataSummary | None = None
+    search: MetricSearch | None = None
 
 
 def decide_with_data(
@@ -191,9 +196,10 @@ def decide_with_data(
     batches: Batches,
     options: Options,
     run: RunOptions,
-    rewritten: Callable[[Decisions], ModelProto],
+    original: LoadedModel,
+    goal: MetricGoal | None = None,
 ) -> Decided:
-    """Run the accuracy passes; ``facts`` are the decisions so far, and ``rewritten`` applies decisions to the model."""
+    """Run the accuracy passes on ``original``; ``facts`` are the decisions so far, ``goal`` limits a metric's drop."""
     with running("choosing kernels"):
         work = multiplications(graph_plan, batches.check_first())
         graph_plan = with_last_layers(graph_plan, work, options.prefer)
@@ -216,15 +222,33 @@ def decide_with_data(
     isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
     choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run.memory_budget)
     graph_plan = choice.plan
-    placements, used = placed(graph_plan, graph_plan.placements(calibration.ranges), choice.ranges.params)
-    decisions = replace(
-        facts,
-        data=calibration.fingerprint,
-        equalized=equalized,
-        smoothed=smoothed,
-        placements=tuple(placements),
-        ranges=range_decisions(used, calibration, choice.ranges.clipped),
-    )
+    facts = replace(facts, data=calibration.fingerprint, equalized=equalized, smoothed=smoothed)
+    assembly = _Assembly(facts, calibration, choice.ranges)
+    decisions, biases = _with_biases(assembly, graph_plan, isolated, samples, options, original)
+    steps = (*map(str, equalized), *map(str, smoothed), *choice.steps)
+    for step in steps:
+        _log.info("%s", step)
+    decided = Decided(decisions, graph_plan, chosen, steps, calibration.summary)
+    if goal is None:
+        return decided
+    with running("meeting max_drop"):
+        if biases and choice.kept:  # the search may quantize these layers again
+            params = assembly.without_layers(choice.unkept_plan).tensor_params()
+            biases |= corrected_biases(choice.unkept_plan, params, isolated, len(samples.fitted))
+        replan = partial(_with_float, choice.unkept_plan, work, options, set(calibration.ranges), choice.kept)
+        return _meet_goal(decided, choice, replace(assembly, biases=biases), replan, original, goal)
+
+
+def _with_biases(
+    assembly: "_Assembly",
+    graph_plan: GraphPlan,
+    isolated: IsolatedLayers,
+    samples: Samples,
+    options: Options,
+    original: LoadedModel,
+) -> tuple[Decisions, dict[str, CorrectedBias]]:
+    """Return the decisions of a plan, and its corrected biases if they lower the noise at the outputs."""
+    decisions = assembly.without_layers(graph_plan)
     tensor_params = decisions.tensor_params()
     biases: dict[str, CorrectedBias] = {}
     if options.bias_correction:
@@ -235,11 +259,54 @@ def decide_with_data(
     if biases and options.is_measured:
         with running("evaluating bias correction"):
             plain = replace(decisions, layers=layer_decisions(graph_plan, tensor_params, {}))
-            decisions = _less_noise(plain, decisions, graph_plan.model, samples.evaluated, rewritten)
-    steps = (*map(str, equalized), *map(str, smoothed), *choice.steps)
-    for step in steps:
-        _log.info("%s", step)
-    return Decided(decisions, graph_plan, chosen, steps, calibration.summary)
+            decisions = _less_noise(plain, decisions, graph_plan.model, samples.evaluated, partial(rewrite, original))
+            biases = {} if decisions is plain else biases
+    return decisions, biases
+
+
+@dataclass(frozen=True)
+class _Assembly:
+    """What all plans of a search have in common; turns a plan into decisions."""
+
+    facts: Decisions
+    calibration: Calibration
+    ranges: ChosenRanges
+    biases: Mapping[str, CorrectedBias] = field(default_factory=dict)
+
+    def without_layers(self, graph_plan: GraphPlan) -> Decisions:
+        """Return decisions with the placements of a plan and their ranges."""
+        placements = graph_plan.placements(self.calibration.ranges)
+        params = self.ranges.with_new(placements, self.calibration).params
+        placements, used = placed(graph_plan, placements, params)
+        ranges = range_decisions(used, self.calibration, self.ranges.clipped)
+        return replace(self.facts, placements=tuple(placements), ranges=ranges)
+
+    def decisions(self, graph_plan: GraphPlan) -> Decisions:
+        """Return all decisions of a plan."""
+        decisions = self.without_layers(graph_plan)
+        return replace(decisions, layers=layer_decisions(graph_plan, decisions.tensor_params(), self.biases))
+
+
+def _meet_goal(
+    decided: Decided,
+    choice: "_Choice",
+    assembly: _Assembly,
+    replan: Callable[[Collection[str]], GraphPlan],
+    original: LoadedModel,
+    goal: MetricGoal,
+) -> Decided:
+    """Keep more layers in float until the drop of the metric is within the limit."""
+    noise = choice.noise or NoiseByLayer(choice.unkept_plan, choice.ranges.params, decided.samples[:MIN_COMPARED])
+    trials = ModelTrials(goal, replan, assembly.decisions, partial(rewrite, original), noise)
+    start = frozenset(choice.kept)
+    trials.measure(start, decided.decisions)
+    names = [line.name for line in choice.unkept_plan.quantized]
+    search = search_float_layers(names, start, trials, goal.max_drop)
+    if not search.steps:
+        return replace(decided, search=search)
+    graph_plan = trials.plan(frozenset(search.layers))
+    steps = (*decided.steps, *map(str, search.steps))
+    return replace(decided, decisions=assembly.decisions(graph_plan), plan=graph_plan, steps=steps, search=search)
 
 
 def _announce_time(
@@ -288,6 +355,9 @@ class _Choice(NamedTuple):
 
     plan: GraphPlan
     ranges: ChosenRanges
+    unkept_plan: GraphPlan  # the plan without float fallback
+    noise: NoiseByLayer | None = None
+    kept: tuple[str, ...] = ()  # layers that float fallback keeps in float
     steps: tuple[str, ...] = ()
 
 
@@ -311,7 +381,7 @@ def _choose_quantizers(
             clipped = (clipped - set(named)) | {group for group, observer in named.items() if observer.kind != "minmax"}
         ranges = ChosenRanges(choose_params(placements, calibration, clipped), clipped)
     if not options.is_measured:
-        return _Choice(graph_plan, ranges)
+        return _Choice(graph_plan, ranges, graph_plan)
     can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
     with running("measuring noise at the outputs"):
         noise = NoiseByLayer(graph_plan, ranges.params, samples.compared)
@@ -325,10 +395,10 @@ def _choose_quantizers(
             widened = choose_wide(noise, graph_plan, work)
             graph_plan = graph_plan.widened(widened)
             noise.set_weights(graph_plan)
-    shares: dict[str, float] = {}
+    shares, unkept_plan = dict[str, float](), graph_plan
     if options.keep_float == "auto":
         with running("float fallback"):
-            replan = partial(_with_float, graph_plan, work, options, set(calibration.ranges))
+            replan = partial(_with_float, unkept_plan, work, options, set(calibration.ranges), None)
             shares = choose_float(noise, graph_plan, work, replan)
     if shares:
         graph_plan = replan(list(shares))
@@ -339,7 +409,7 @@ def _choose_quantizers(
         *(f"8-bit weights for {name}: {share:.0%} less noise at the outputs" for name, share in widened.items()),
         *(f"kept {name} in float: {share:.0%} less noise at the outputs" for name, share in shares.items()),
     )
-    return _Choice(graph_plan, ranges, steps)
+    return _Choice(graph_plan, ranges, unkept_plan, noise, tuple(shares), steps)
 
 
 def _searched_ranges(
@@ -365,10 +435,21 @@ def _searched_ranges(
 
 
 def _with_float(
-    graph_plan: GraphPlan, work: Mapping[str, float], options: Options, observed: set[str], names: Sequence[str]
+    graph_plan: GraphPlan,
+    work: Mapping[str, float],
+    options: Options,
+    observed: set[str],
+    fallback: Collection[str] | None,
+    names: Collection[str],
 ) -> GraphPlan:
-    """Return a plan with some layers kept in float by float fallback, and with the new last layers before them."""
-    return with_last_layers(graph_plan.without(names, FALLBACK_REASON), work, options.prefer, observed)
+    """Return a plan with some layers kept in float, and with the new last layers before them.
+
+    Layers in ``fallback`` are kept in float by float fallback, all others by ``max_drop``; None stands for all layers.
+    """
+    by_noise = [name for name in names if fallback is None or name in fallback]
+    graph_plan = graph_plan.without(by_noise, FALLBACK_REASON)
+    graph_plan = graph_plan.without(set(names) - set(by_noise), MAX_DROP_REASON)
+    return with_last_layers(graph_plan, work, options.prefer, observed)
 
 
 def _equalize_and_smooth(

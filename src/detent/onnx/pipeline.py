@@ -18,21 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from onnx import ModelProto
 
 from detent import __version__
+from detent.checks import as_array
 from detent.codec import encode
 from detent.errors import NotCalibratedError, SpecError
 from detent.granularity import PerGroup
 from detent.metrics import OutputComparison, worst_output
+from detent.model_metric import MetricLike, get_metric, parse_drop
 from detent.onnx.accuracy_passes import Decided, Effort, KeepFloat, Options, RunOptions, decide_with_data, reject_empty
 from detent.onnx.calibration import Progress
 from detent.onnx.decisions import Decisions
 from detent.onnx.graph_plan import GraphPlan, Preference, RecipeLike, plan
+from detent.onnx.metric_search import MetricGoal, MetricSearch
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import listening, running
-from detent.onnx.quality_warnings import QuantizeWarning, quantize_warnings
+from detent.onnx.quality_warnings import QuantizeWarning, drop_warnings, quantize_warnings
 from detent.onnx.quantized_graph import layer_decisions, rewrite
 from detent.onnx_model.batches import Batches, BatchSource, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, ModelSource, default_output, load, load_model, save
@@ -125,6 +128,7 @@ class QuantizeReport:
         warnings: warnings about low accuracy, a larger file, suspicious data, and layers in float.
         samples: number of calibration samples.
         passes: maps the name of each pass to its wall time in seconds.
+        search: the search for layers to keep in float, if ``max_drop`` was set.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
@@ -151,6 +155,7 @@ class QuantizeReport:
     warnings: tuple[QuantizeWarning, ...] = ()
     samples: int = 0
     passes: Mapping[str, float] = field(default_factory=dict)
+    search: MetricSearch | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values; numbers may be infinite."""
@@ -168,6 +173,7 @@ class QuantizeReport:
             "hints": list(self.hints),
             "warnings": [each._asdict() for each in self.warnings],
             "passes": dict(self.passes),
+            "max_drop_search": None if self.search is None else self.search.to_dict(),
             **{name: getattr(self, name) for name in names},
         }
 
@@ -231,6 +237,10 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     seed: int = 0,
     force: bool = False,
     compare: bool = True,
+    max_drop: float | str | None = None,
+    metric: MetricLike | None = None,
+    eval_data: BatchSource | None = None,
+    labels: ArrayLike | None = None,
 ) -> QuantizeReport:
     """Quantize a model: call ``decide`` and ``rewrite``, compare both models, and save the quantized model.
 
@@ -266,11 +276,20 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         seed: random seed for choosing the rows on which SmoothQuant is evaluated.
         force: accept a model that is already quantized.
         compare: run both models on up to 32 calibration samples and report ``output_sqnr_db``.
+        max_drop: largest accepted drop of the metric relative to the float model, such as 0.005 or "0.5%". If the drop
+            is larger, more layers are kept in float, those that gain the most per byte; see ``QuantizeReport.search``.
+        metric: "top1", "cosine", "iou", "module:function", or a function of outputs, or of outputs and labels, that
+            returns one number; higher is better. None uses top1 with labels, and otherwise the measure that fits the
+            first output, compared with the float model.
+        eval_data: batches on which the search for ``max_drop`` measures the metric; by default, the calibration data.
+        labels: one label per sample of ``eval_data``, for the metric.
 
     Raises:
         NotCalibratedError: the recipe quantizes activations, and ``data`` is missing.
         SpecError: ``output`` is missing for a ModelProto, or is calibration data by mistake.
         UnsupportedError: no layer would be quantized; the message gives the reasons. Nothing is written.
+        SpecError, ShapeError, DtypeError, RangeError: the metric fails or does not exist, or the labels do not fit.
+            Nothing is written.
         UnsupportedError, FileFormatError, SpecError, ShapeError, DtypeError, NaNError: the model, the recipe or the
             data are invalid or not supported.
 
@@ -287,6 +306,7 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     """
     start = time.perf_counter()
     options = Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort)
+    search = SearchOptions.of(max_drop, metric, eval_data, labels)
     rules, target = get_recipe(recipe), get_target(target)
     path = _output_path(model, output, recipe)
     check_directory(path.parent)
@@ -294,7 +314,7 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     with listening(lambda name, seconds: passes.update({name: passes.get(name, 0.0) + seconds})):
         original = _load(model)
         run = RunOptions(memory_budget, progress, resume_file)
-        decided = _decide(original, data, rules, target, options, run, force=force)
+        decided = _decide(original, data, rules, target, options, run, search, force=force)
         with running("rewriting"):
             quantized = rewrite(original, decided.decisions)
         samples = decided.samples if compare else ()
@@ -351,6 +371,10 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     resume_file: str | PathLike[str] | None = None,
     seed: int = 0,
     force: bool = False,
+    max_drop: float | str | None = None,
+    metric: MetricLike | None = None,
+    eval_data: BatchSource | None = None,
+    labels: ArrayLike | None = None,
 ) -> Decisions:
     """Decide how to quantize a model; ``qo.rewrite`` applies the decisions.
 
@@ -365,9 +389,53 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     (array([1.], dtype=float32), (51.0, 51.0))
     """
     options = Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort)
+    search = SearchOptions.of(max_drop, metric, eval_data, labels)
     recipe, target = get_recipe(recipe), get_target(target)
     run = RunOptions(memory_budget, progress, resume_file)
-    return _decide(_load(model), data, recipe, target, options, run, force=force).decisions
+    return _decide(_load(model), data, recipe, target, options, run, search, force=force).decisions
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Arguments of ``quantize`` that limit the drop of a metric."""
+
+    max_drop: float
+    metric: MetricLike | None = None
+    eval_data: BatchSource | None = None
+    labels: NDArray[Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        max_drop: float | str | None,
+        metric: MetricLike | None,
+        eval_data: BatchSource | None,
+        labels: ArrayLike | None,
+    ) -> "SearchOptions | None":
+        """Check the arguments, and return None without a limit."""
+        if max_drop is None:
+            if metric is not None or eval_data is not None or labels is not None:
+                raise SpecError(
+                    "metric=, eval_data= and labels= need max_drop= here: pass it, or call qe.quantize_and_evaluate, "
+                    "which measures a metric without a limit, too"
+                )
+            return None
+        if metric is not None:
+            get_metric(metric)  # fail early
+        return cls(parse_drop(max_drop), metric, eval_data, None if labels is None else as_array("labels", labels))
+
+    @property
+    def name(self) -> str:
+        """Name of the metric; "" if it is chosen by the outputs."""
+        return "" if self.metric is None else get_metric(self.metric).name
+
+    def goal(self, model: LoadedModel, calibration: Batches) -> MetricGoal:
+        """Run the float model on the data of the search, and return the goal."""
+        if self.eval_data is None and not calibration.is_repeatable:
+            raise SpecError("max_drop needs data that can be read twice: pass data as a list, or pass eval_data=")
+        batches = calibration if self.eval_data is None else open_batches(self.eval_data, model.inputs)
+        with running("running the float model"):
+            return MetricGoal.of(model, batches, self.metric, self.labels, self.max_drop)
 
 
 def _load(model: ModelSource) -> LoadedModel:
@@ -382,10 +450,18 @@ def _decide(
     target: Target,
     options: Options,
     run: RunOptions,
+    search: "SearchOptions | None",
     *,
     force: bool,
 ) -> Decided:
     batches = _checked_data(original, data, recipe)
+    if search is not None:
+        if batches is None:
+            raise NotCalibratedError(
+                "max_drop needs calibration data, also for weight-only recipes: pass data= (--data)"
+            )
+        options = replace(options, max_drop=search.max_drop, metric=search.name)
+    goal = None if search is None or batches is None else search.goal(original, batches)
     first = None if batches is None else batches.check_first()
     own_opset, opset = Graph(original.proto).opset, needed_opset(low_bits=_needs_low_bits(recipe))
     with running("preparing the model"):
@@ -405,7 +481,7 @@ def _decide(
         constants=prepared.constants,
     )
     if batches is not None:
-        return decide_with_data(facts, graph_plan, batches, options, run, lambda each: rewrite(original, each))
+        return decide_with_data(facts, graph_plan, batches, options, run, original, goal)
     steps: tuple[str, ...] = ()
     if own_opset < facts.opset:
         steps = (f"converted from opset {own_opset} to {facts.opset}; outputs not compared, because data is missing",)
@@ -495,6 +571,10 @@ def _finish(
         hints,
         decided.decisions,
         comparison.not_compared,
-        quantize_warnings(decided.plan, layers, (size, written), comparison, decided.data),
+        (
+            *quantize_warnings(decided.plan, layers, (size, written), comparison, decided.data),
+            *drop_warnings(decided.search),
+        ),
         0 if decided.data is None else decided.data.samples,
+        search=decided.search,
     )

@@ -17,6 +17,7 @@ constant-data         every input has the same value in all samples
 unscaled-data         an input holds integers up to 255, but the weights of its layer expect small values
 float-layers          layers in float, or on float kernels, hold over 10 % of the weight bytes
 padded-weights        a weight has fewer bits than the type that stores it
+max-drop              the metric drops by more than max_drop
 target                the target does not suit this CPU
 not-run               a check could not run
 ===================== ==========================================================================================
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 
 from detent.metrics import OutputComparison, worst_output
 from detent.onnx.graph_plan import PADDED, GraphPlan, LayerPlan
+from detent.onnx.metric_search import MetricSearch
 from detent.onnx_model.batches import samples_in
 from detent.onnx_model.graph import MOVING, trace_back
 from detent.recipe import EXCLUDED, NO_RULE
@@ -40,6 +42,7 @@ __all__ = [
     "DataSummary",
     "QuantizeWarning",
     "accuracy_warnings",
+    "drop_warnings",
     "few_samples",
     "float_layers_text",
     "quantize_warnings",
@@ -161,6 +164,17 @@ def accuracy_warnings(comparison: OutputComparison) -> Iterator[QuantizeWarning]
             f"the top-1 agreement is only {100 * agreement:.1f} % on {counted(total, 'sample', ',')} (95 % confidence: "
             f"{span}): measure the accuracy on labeled data",
         )
+
+
+def drop_warnings(search: MetricSearch | None) -> Iterator[QuantizeWarning]:
+    """Yield a warning if the search for ``max_drop`` failed on its samples."""
+    if search is not None and not search.is_met:
+        after, count = search.after, counted(search.after.samples, "search sample", ",")
+        text = (
+            f"no set of layers in float meets max_drop {search.max_drop:g} on {count}: {after.name} is {after}; pass "
+            "more samples, a larger max_drop, or a recipe with more bits"
+        )
+        yield QuantizeWarning("max-drop", text)
 
 
 def few_samples(count: int) -> Iterator[QuantizeWarning]:

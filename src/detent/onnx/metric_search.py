@@ -1,0 +1,375 @@
+"""Search for layers to keep in float, so that a metric of the model drops by at most ``max_drop``.
+
+The search starts from the normal result. If its drop is within the limit, nothing changes. Otherwise:
+
+1. Forward: one layer after the other is kept in float. Candidates are the 8 layers that lower the noise at the outputs
+   the most per byte. The one that lowers the drop the most per byte is taken. If no candidate lowers the drop, it is
+   the one that lowers the noise the most per byte, because a metric such as an accuracy is flat between two of its
+   values. Whenever a candidate meets the limit, it is compared with the smallest set so far that does, and steps end
+   when no candidate can be smaller.
+2. Backward: layers whose float weights are no longer needed are quantized again, those with the most bytes first.
+3. Swaps: a layer in float is replaced by one or two cheaper ones, those with the least noise first, if the limit is
+   still met. Then step 2 runs again.
+
+Each candidate is a complete model, which ONNX Runtime runs on all search samples with its own kernels. The limit is met
+if the upper end of the drop's 95 % confidence interval is within the limit (``MetricResult.largest_drop``), because
+the search stops as soon as a limit is met: without a margin, about half of all results would exceed the limit on new
+samples. At least one layer stays quantized, so the search can fail.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+from onnx import ModelProto
+
+from detent.errors import SpecError
+from detent.model_metric import MetricComparison, MetricLike, MetricResult
+from detent.onnx.decisions import Decisions
+from detent.onnx.float_fallback import NoiseByLayer
+from detent.onnx.graph_plan import GraphPlan
+from detent.onnx_model.batches import Batches, samples_in
+from detent.onnx_model.files import LoadedModel, ModelSource
+from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
+from detent.tables import bytes_text
+
+__all__ = [
+    "CollectedOutputs",
+    "MetricGoal",
+    "MetricSearch",
+    "ModelTrials",
+    "SearchStep",
+    "Trials",
+    "collect_outputs",
+    "search_float_layers",
+]
+
+_log = logging.getLogger(__name__)
+
+Array = NDArray[Any]
+Feed = dict[str, Array]
+Layers = frozenset[str]
+
+MAX_DROP_REASON = "kept in float to meet max_drop"
+MAX_CANDIDATES = 8  # layers whose metric is measured in one step of the forward search
+MAX_SWAPS = 24  # swaps whose metric is measured
+TOLERANCE = 1e-9
+MAX_OUTPUT_BYTES = 4 << 30  # outputs of one model on all samples
+MAX_KEPT_BYTES = 1 << 30  # batches up to this size are read once; larger data are read for each candidate
+
+
+class SearchStep(NamedTuple):
+    """A step of the search.
+
+    Attributes:
+        layer: name of the layer.
+        in_float: True if the layer is kept in float, False if it is quantized again.
+        value: metric after the step.
+        drop: drop of the metric after the step.
+        nbytes: bytes of all weights after the step.
+    """
+
+    layer: str
+    in_float: bool
+    value: float
+    drop: float
+    nbytes: int
+
+    def __str__(self) -> str:
+        action = f"kept {self.layer} in float" if self.in_float else f"quantized {self.layer} again"
+        return f"max_drop: {action}: metric {self.value:.4f}, drop {self.drop:.4f}, weights {bytes_text(self.nbytes)}"
+
+
+@dataclass(frozen=True)
+class MetricSearch:
+    """Result of the search.
+
+    Attributes:
+        max_drop: the limit.
+        before: metric of the normal result, on the search samples.
+        after: metric of the final result, on the search samples.
+        steps: the steps, in their order.
+        layers: the layers that the search keeps in float.
+        nbytes_before: bytes of all weights in the normal result.
+        nbytes_after: bytes of all weights in the final result.
+        trials: number of models whose metric was measured.
+    """
+
+    max_drop: float
+    before: MetricResult
+    after: MetricResult
+    steps: tuple[SearchStep, ...]
+    layers: tuple[str, ...]
+    nbytes_before: int
+    nbytes_after: int
+    trials: int
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the limit is met on the search samples, with a confidence of 95 %."""
+        return _meets(self.after, self.max_drop)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the search as plain values."""
+        results = {"before": self.before.to_dict(), "after": self.after.to_dict(), "is_met": self.is_met}
+        return {**asdict(self), **results, "steps": [each._asdict() for each in self.steps]}
+
+
+class MetricGoal(NamedTuple):
+    """Goal of a search: a metric, compared with the float model on some batches, and the limit of its drop.
+
+    ``names`` are the outputs that the metric gets.
+    """
+
+    comparison: MetricComparison
+    feeds: Iterable[Feed]
+    names: list[str]
+    max_drop: float
+
+    @classmethod
+    def of(
+        cls, model: LoadedModel, batches: Batches, metric: MetricLike | None, labels: Array | None, max_drop: float
+    ) -> "MetricGoal":
+        """Run the float model on all batches; fail early if the metric or the labels do not fit its outputs."""
+        feeds, names = _kept(batches), array_outputs(model.proto)
+        return cls(MetricComparison(metric, *collect_outputs(model, names, feeds), labels), feeds, names, max_drop)
+
+
+class Trials(Protocol):
+    """What the search measures of a set of layers in float."""
+
+    def result(self, layers: Layers) -> MetricResult:
+        """Measure the metric."""
+
+    def nbytes(self, layers: Layers) -> int:
+        """Return the bytes of all weights."""
+
+    def noise(self, layers: Layers) -> float:
+        """Return the noise at the outputs."""
+
+    def is_quantized(self, layers: Layers) -> bool:
+        """Return whether another layer remains quantized."""
+
+
+def search_float_layers(
+    candidates: Sequence[str], start: Iterable[str], trials: Trials, max_drop: float
+) -> MetricSearch:
+    """Search for a small set of layers to keep in float; see the module docstring.
+
+    Args:
+        candidates: all layers that can be quantized, in the order of the graph.
+        start: layers that the normal result keeps in float.
+        trials: measures the metric, bytes and noise of a set of layers in float.
+        max_drop: the limit.
+    """
+    search = _Search(candidates, frozenset(start), trials, max_drop)
+    before, nbytes_before = trials.result(search.layers), trials.nbytes(search.layers)
+    search.forward()
+    if search.steps and search.is_met(search.layers):
+        search.backward()
+        while search.swap():
+            search.backward()
+    layers = tuple(name for name in candidates if name in search.layers)
+    result, nbytes = trials.result(search.layers), trials.nbytes(search.layers)
+    return MetricSearch(max_drop, before, result, tuple(search.steps), layers, nbytes_before, nbytes, search.count)
+
+
+class _Search:
+    """State of the search: the layers in float, and the steps so far."""
+
+    def __init__(self, candidates: Sequence[str], start: Layers, trials: Trials, max_drop: float) -> None:
+        self.layers, self.steps = start, list[SearchStep]()
+        self._candidates, self._trials, self._max_drop = list(candidates), trials, max_drop
+        self._measured = {start}
+        self._swaps = 0
+
+    @property
+    def count(self) -> int:
+        """Number of sets of layers whose metric was measured."""
+        return len(self._measured)
+
+    def is_met(self, layers: Layers) -> bool:
+        return _meets(self._result(layers), self._max_drop)
+
+    def _result(self, layers: Layers) -> MetricResult:
+        self._measured.add(layers)
+        return self._trials.result(layers)
+
+    def forward(self) -> None:
+        """Keep one layer after the other in float, and end with the smallest set that meets the limit, if any."""
+        if self.is_met(self.layers):
+            return
+        best: tuple[list[str], int] | None = None  # added layers, and bytes
+        layers, path = self.layers, list[str]()
+        while best is None or best[0] != path:
+            names = [name for name in self._promising(layers) if best is None or self._size(layers, name) < best[1]]
+            meeting = [name for name in names if self.is_met(layers | {name})]
+            if meeting:
+                name = min(meeting, key=lambda each: self._size(layers, each))
+                best = [*path, name], self._size(layers, name)
+            names = [name for name in names if name not in meeting]
+            if not names:
+                break
+            name = self._densest(layers, names)
+            layers, path = layers | {name}, [*path, name]
+        for name in path if best is None else best[0]:
+            self._change(name)
+
+    def _densest(self, layers: Layers, names: Sequence[str]) -> str:
+        """Return the layer that lowers the drop the most per byte, or the first if no layer lowers it."""
+        drop, size = self._result(layers).largest_drop, self._trials.nbytes(layers)
+        gains = {name: drop - self._result(layers | {name}).largest_drop for name in names}
+        densities = {name: gain / max(1, self._size(layers, name) - size) for name, gain in gains.items()}
+        name = max(names, key=lambda each: densities[each])
+        return name if gains[name] > TOLERANCE else names[0]
+
+    def _promising(self, layers: Layers) -> list[str]:
+        """Return the candidates that lower the noise the most per byte, the best first."""
+        noise, size = self._trials.noise(layers), self._trials.nbytes(layers)
+        names = [each for each in self._candidates if each not in layers]
+        names = [each for each in names if self._trials.is_quantized(layers | {each})]
+        gains = {each: noise - self._trials.noise(layers | {each}) for each in names}
+        return sorted(names, key=lambda each: -gains[each] / max(1, self._size(layers, each) - size))[:MAX_CANDIDATES]
+
+    def _size(self, layers: Layers, name: str) -> int:
+        return self._trials.nbytes(layers | {name})
+
+    def backward(self) -> None:
+        """Quantize layers again that are no longer needed, those with the most bytes first."""
+        names = sorted(self.layers, key=lambda name: (self._trials.nbytes(self.layers - {name}), name))
+        for name in names:
+            if self._saves(self.layers - {name}) and self.is_met(self.layers - {name}):
+                self._change(name)
+
+    def swap(self) -> bool:
+        """Replace a layer in float by one or two cheaper ones; return whether there was such a swap."""
+        for old, new in self._possible_swaps():
+            if self._swaps == MAX_SWAPS:
+                return False
+            self._swaps += 1
+            if self.is_met((self.layers - {old}) | set(new)):
+                for name in (*new, old):
+                    self._change(name)
+                return True
+        return False
+
+    def _possible_swaps(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return swaps that save bytes, in the order of their noise, estimated as if noises added up."""
+        noise, outside = self._trials.noise(self.layers), self._promising(self.layers)
+        gains = {name: noise - self._trials.noise(self.layers | {name}) for name in outside}
+        losses = {name: self._trials.noise(self.layers - {name}) - noise for name in sorted(self.layers)}
+        pairs = [(old, new) for old in losses for count in (1, 2) for new in combinations(outside, count)]
+        pairs = [pair for pair in pairs if self._saves((self.layers - {pair[0]}) | set(pair[1]))]
+        return sorted(pairs, key=lambda pair: losses[pair[0]] - sum(gains[name] for name in pair[1]))
+
+    def _saves(self, layers: Layers) -> bool:
+        return self._trials.nbytes(layers) < self._trials.nbytes(self.layers)
+
+    def _change(self, name: str) -> None:
+        """Keep a layer in float, or quantize it again."""
+        is_added = name not in self.layers
+        self.layers = self.layers | {name} if is_added else self.layers - {name}
+        result = self._result(self.layers)
+        step = SearchStep(name, is_added, result.value, result.drop, self._trials.nbytes(self.layers))
+        _log.info("%s", step)
+        self.steps.append(step)
+
+
+def _meets(result: MetricResult, max_drop: float) -> bool:
+    return result.largest_drop <= max_drop + TOLERANCE
+
+
+class CollectedOutputs(NamedTuple):
+    """Outputs of a model on some batches: one dict and one number of samples per batch."""
+
+    outputs: list[dict[str, Array]]
+    sizes: list[int]
+
+
+def collect_outputs(model: ModelSource, names: Sequence[str], feeds: Iterable[Feed]) -> CollectedOutputs:
+    """Run a model on all batches, and keep the named outputs.
+
+    Raises:
+        SpecError: the outputs take more than 4 GiB.
+    """
+    session, collected, total = make_session(model), CollectedOutputs([], []), 0
+    for feed in feeds:
+        with ort_errors():
+            outputs = session.run(list(names), feed) if names else []
+        total += sum(getattr(each, "nbytes", 0) for each in outputs)
+        if total > MAX_OUTPUT_BYTES:
+            raise SpecError(
+                f"the outputs of all evaluation samples take more than {bytes_text(MAX_OUTPUT_BYTES)}, which a metric "
+                "needs at once: pass fewer evaluation samples"
+            )
+        collected.outputs.append(dict(zip(names, outputs, strict=True)))
+        collected.sizes.append(samples_in(feed))
+    return collected
+
+
+class ModelTrials:
+    """Measures sets of layers in float with complete models, in ONNX Runtime.
+
+    ``replan`` returns the plan with some layers in float, ``decisions_of`` the decisions of a plan, and ``rewritten``
+    the quantized model. ``noise`` measures the noise at the outputs of a plan.
+    """
+
+    def __init__(
+        self,
+        goal: MetricGoal,
+        replan: Callable[[Layers], GraphPlan],
+        decisions_of: Callable[[GraphPlan], Decisions],
+        rewritten: Callable[[Decisions], ModelProto],
+        noise: NoiseByLayer,
+    ) -> None:
+        self._replan, self._decisions_of, self._rewritten, self._noise = replan, decisions_of, rewritten, noise
+        self._goal = goal
+        self._plans: dict[Layers, GraphPlan] = {}
+        self._results: dict[Layers, MetricResult] = {}
+        self._noises: dict[Layers, float] = {}
+
+    def plan(self, layers: Layers) -> GraphPlan:
+        """Return the plan with some layers in float."""
+        if layers not in self._plans:
+            self._plans[layers] = self._replan(layers)
+        return self._plans[layers]
+
+    def result(self, layers: Layers) -> MetricResult:
+        """Measure the metric of the quantized model with some layers in float."""
+        if layers not in self._results:
+            self.measure(layers, self._decisions_of(self.plan(layers)))
+        return self._results[layers]
+
+    def measure(self, layers: Layers, decisions: Decisions) -> MetricResult:
+        """Measure the metric of the model with these decisions, and use it as the result of ``layers``."""
+        outputs = collect_outputs(self._rewritten(decisions), self._goal.names, self._goal.feeds).outputs
+        self._results[layers] = self._goal.comparison.measure(outputs)
+        return self._results[layers]
+
+    def nbytes(self, layers: Layers) -> int:
+        """Return the bytes of all weights."""
+        return self.plan(layers).nbytes_after
+
+    def noise(self, layers: Layers) -> float:
+        """Return the noise at the outputs."""
+        if layers not in self._noises:
+            self._noises[layers] = self._noise.noise_of(self.plan(layers))
+        return self._noises[layers]
+
+    def is_quantized(self, layers: Layers) -> bool:
+        """Return whether a layer remains quantized."""
+        return bool(self.plan(layers).quantized)
+
+
+def _kept(batches: Batches) -> Iterable[Feed]:
+    """Return the batches as a list, or as they are if they are large."""
+    feeds, total = list[Feed](), 0
+    for feed in batches:
+        feeds.append(feed)
+        total += sum(array.nbytes for array in feed.values())
+        if total > MAX_KEPT_BYTES and batches.is_repeatable:
+            return batches
+    return feeds
