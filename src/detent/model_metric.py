@@ -13,8 +13,8 @@ cosine mean cosine of the output's vectors and the labels           the vectors 
 iou    intersection over union of the output and the labels' masks  the masks of the float model
 ====== ============================================================ =============================
 
-Without a metric, labels are compared by top1. Without labels, the measure that fits the first output is used
-(``output_measures``); for the relative error, the metric is 1 minus the error.
+The metric "auto" is top1 with labels. Without labels, it is the measure that fits the first output
+(``output_measures``); for the relative error, it is 1 minus the error.
 
 The drop of a quantized model is the float model's metric minus its own. Its standard error comes from parts of the
 batches: with drops d_1 .. d_K of K parts, it is the standard deviation of the d_k, divided by sqrt(K).
@@ -44,13 +44,24 @@ from detent.output_measures import (
     predicted_classes,
 )
 
-__all__ = ["BUILT_IN", "Metric", "MetricComparison", "MetricLike", "MetricResult", "get_metric", "parse_drop"]
+__all__ = [
+    "AUTO",
+    "BUILT_IN",
+    "Metric",
+    "MetricComparison",
+    "MetricLike",
+    "MetricResult",
+    "get_metric",
+    "parse_drop",
+    "split_labels",
+]
 
 Array = NDArray[Any]
 Output = Array | list[Array]
 Outputs = Mapping[str, Output]
 MetricLike = str | Callable[..., float]
 
+AUTO = "auto"
 CONFIDENCE_95 = 1.645  # one-sided, in standard errors
 MAX_PARTS, MIN_PART_SAMPLES, MIN_PARTS = 10, 8, 2  # parts of the batches that give the standard error
 MAX_ERROR_CHARS = 200
@@ -129,7 +140,7 @@ class MetricComparison:
     """Compares quantized models with their float model by a metric, on the same batches.
 
     Args:
-        metric: a built-in name, "module:function", a function, or None; see the module docstring.
+        metric: a built-in name, "module:function", or a function; None stands for "auto".
         float_outputs: outputs of the float model, one dict per batch.
         sizes: number of samples of each batch.
         labels: one entry per sample, or None.
@@ -160,7 +171,7 @@ class MetricComparison:
         self._float_parts = self._part_scores(self._floats)
 
     def _chosen(self, metric: MetricLike | None) -> Metric:
-        if metric is not None:
+        if metric is not None and metric != AUTO:
             return get_metric(metric)
         return BUILT_IN["top1"] if self._labels is not None else _fitting(_first(_joined(self._floats)))
 
@@ -318,6 +329,14 @@ def _fitting(float_parts: list[Array]) -> Metric:
     return Metric(measure.name if measure is not RELATIVE_ERROR else "1 - relative error", score)
 
 
+def _auto(outputs: Outputs, floats: Outputs, labels: Array | None) -> float:
+    return (
+        _top1(outputs, floats, labels)
+        if labels is not None
+        else _fitting(_first(floats)).function(outputs, floats, None)
+    )
+
+
 def _top1(outputs: Outputs, floats: Outputs, labels: Array | None) -> float:
     parts, classes = _first(outputs), [_classes(each) for each in _first(outputs)]
     references = (
@@ -392,6 +411,7 @@ def _array_labels(labels: Array, parts: list[Array], name: str) -> list[Array]:
 
 
 BUILT_IN: Mapping[str, Metric] = {
+    AUTO: Metric(AUTO, _auto),
     "top1": Metric("top1", _top1),
     "cosine": Metric("cosine", _cosine),
     "iou": Metric("iou", _iou),

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from onnx import parser
 
-from detent.errors import SpecError
-from detent.evaluate import measure_accuracy, split_batches
+from detent.errors import RangeError, ShapeError, SpecError
+from detent.evaluate import check_metric, measure_accuracy, split_batches
 from detent.onnx_model import files
 from detent.onnx_model.files import load_model
 
@@ -50,3 +50,44 @@ def test_models_are_loaded_once(monkeypatch):
     split = split_batches(model, [np.float32([[1, 2]])] * 20)
     accuracy = measure_accuracy(model, model, split.evaluation)
     assert (accuracy.sqnr_db, accuracy.agreement, accuracy.batches) == (np.inf, 1.0, 2)
+
+
+def test_a_search_has_batches_of_its_own():
+    data = [np.float32([[2 * i, 0]]) for i in range(40)]
+    split = split_batches(MODEL, data, search=True, labels=range(40))
+    parts = [numbers(each) for each in (split.calibration, split.search, split.evaluation)]
+    assert [len(part) for part in parts] == [20, 10, 10]
+    assert sorted(number for part in parts for number in part) == list(range(40))
+    assert split.labels.tolist() == parts[2]
+    assert split.search_labels.tolist() == parts[1]
+    assert len({number % 10 for number in parts[2]}) > 3, "a periodic order of classes is no problem"
+    assert split.is_held_out
+
+
+def test_evaluation_data_leave_all_data_for_calibration():
+    data, others = [np.float32([[2 * i, 0]]) for i in range(30)], [np.float32([[200 + 2 * i, 0]]) for i in range(6)]
+    split = split_batches(MODEL, data, eval_data=others, labels=range(6))
+    assert (numbers(split.calibration), numbers(split.evaluation)) == (list(range(30)), list(range(100, 106)))
+    assert (split.search, split.search_labels, split.labels.tolist()) == (None, None, list(range(6)))
+    assert str(split) == "6 held-out batches"
+    split = split_batches(MODEL, data, eval_data=others, search=True)
+    assert sorted(numbers(split.search) + numbers(split.evaluation)) == list(range(100, 106))
+    assert split.calibration.count == 30
+
+
+@pytest.mark.parametrize(("count", "options"), [(3, {}), (30, {"eval_data": [np.zeros((1, 2), np.float32)]})])
+def test_a_search_needs_batches(count, options):
+    with pytest.raises(SpecError, match="to search on some and evaluate on others, got"):
+        split_batches(MODEL, [np.zeros((1, 2), np.float32)] * count, search=True, **options)
+
+
+def test_labels_are_counted():
+    with pytest.raises(ShapeError, match="got 3 labels for 4 samples"):
+        split_batches(MODEL, [np.zeros((2, 2), np.float32)] * 2, labels=[1, 2, 3])
+
+
+def test_a_metric_is_checked_before_quantization():
+    split = split_batches(MODEL, [np.zeros((2, 2), np.float32)] * 2, labels=[0, 1, 1, 2])
+    with pytest.raises(RangeError, match="classes are from 0 to 1"):
+        check_metric(MODEL, split, None)
+    check_metric(MODEL, split, lambda outputs: 1.0)

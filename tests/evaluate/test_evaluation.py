@@ -8,10 +8,12 @@ import pytest
 from onnx import parser
 
 from detent import report as qr
-from detent.errors import UnsupportedError
-from detent.evaluate import Accuracy, Checks, evaluation, quantize_and_evaluate
+from detent.errors import NotCalibratedError, SpecError, UnsupportedError
+from detent.evaluate import Accuracy, Checks, MetricResult, evaluation, quantize_and_evaluate
+from detent.onnx import MetricSearch
 from detent.onnx.quality_warnings import QuantizeWarning
 from detent.onnx_model import files
+from detent.output_measures import OutputScore
 
 MODEL = parser.parse_model(
     """<ir_version: 8, opset_import: ["" : 17]>
@@ -155,3 +157,65 @@ def test_outputs_are_compared_once_unless_asked_for(tmp_path):
     assert set(evaluations["asked"].result.outputs_sqnr_db) == {"y"}
     documents = [each.to_dict()["calibration_sqnr_db_by_output"] for each in evaluations.values()]
     assert set(documents[0]) == set(documents[1]) == {"y"}
+
+
+def test_a_metric_with_labels(tmp_path):
+    data = batches(40)
+    labels = [int(i % 3) for i in range(40)]
+    done = quantize_and_evaluate(MODEL, tmp_path / "a.onnx", data, checks=NONE, labels=labels, metric="top1")
+    assert done.accuracy.metric.samples == done.accuracy.samples == 4
+    assert f"  top1:              {done.accuracy.metric}" in str(done)
+    assert done.to_dict()["metric"]["float_value"] == done.accuracy.metric.float_value
+    assert done.to_dict()["max_drop"] is None
+
+
+def test_a_limit_is_judged_on_batches_that_the_search_did_not_see(tmp_path):
+    data = batches(80)
+    options = {"checks": NONE, "max_drop": "0.000001%", "metric": "cosine"}
+    done = quantize_and_evaluate(MODEL, tmp_path / "a.onnx", data, **options)
+    assert (done.split.calibration.count, done.split.search.count, done.split.evaluation.count) == (40, 20, 20)
+    assert done.result.search.steps
+    assert done.result.search.after.samples == 20
+    assert done.accuracy.metric.drop > 1e-8, "a quantized layer remains"
+    assert "on 20 samples, above the limit of 1e-08: pass more evaluation data" in done.missed_limits()[0]
+    assert [each.code for each in done.warnings].count("max-drop") == 1
+    document = json.loads(json.dumps(done.to_dict()))
+    assert document["max_drop"] == 1e-8
+    assert len(document["max_drop_search"]["steps"]) == len(done.result.search.steps)
+    table = qr.build_from_evaluation(done).tables[0]
+    assert table.title == "Steps to meet max_drop 1e-08"
+    assert len(table.rows) == len(done.result.search.steps)
+
+
+def test_a_limit_that_is_missed_is_named(done):
+    search = MetricSearch(0.01, MetricResult("top1", 0.9, 0.99), MetricResult("top1", 0.98, 0.99), (), (), 9, 9, 1)
+    missed = replace(
+        done[0],
+        result=replace(done[0].result, search=search),
+        accuracy=replace(done[0].accuracy, metric=MetricResult("top1", 0.96, 0.99, 0.004, 200)),
+    )
+    assert missed.missed_limits()[0].startswith(
+        "top1 drops by 0.0300 ± 0.0040 on 200 samples, above the limit of 0.01: pass more evaluation data"
+    )
+    assert "top1:              0.9600 (float 0.9900, drop 0.0300 ± 0.0040); max_drop 0.01 not met" in str(missed)
+    assert "was not measured" in replace(missed, accuracy=None).missed_limits()[0]
+
+
+def test_other_measures_are_named(done):
+    scores = {"mask": OutputScore("IoU", 0.9871), "boxes": OutputScore("relative error", 0.0123)}
+    evaluation = replace(done[0], accuracy=Accuracy({}, None, 3, scores=scores))
+    assert ("IoU of mask", "0.9871") in evaluation.facts()
+    assert ("relative error of boxes", "0.0123") in evaluation.facts()
+    assert evaluation.to_dict()["score_by_output"]["mask"] == {"measure": "IoU", "value": 0.9871}
+
+
+@pytest.mark.parametrize("options", [{"max_drop": 0.1}, {"metric": "top1"}, {"labels": [1]}])
+def test_a_metric_needs_data(options, tmp_path):
+    with pytest.raises(NotCalibratedError, match="need data, also for weight-only recipes"):
+        quantize_and_evaluate(MODEL, tmp_path / "a.onnx", recipe="w4a16", **options)
+
+
+def test_a_bad_metric_writes_nothing(tmp_path):
+    with pytest.raises(SpecError, match="raised ZeroDivisionError"):
+        quantize_and_evaluate(MODEL, tmp_path / "a.onnx", batches(20), metric=lambda outputs: 1 / 0)
+    assert not list(tmp_path.iterdir())

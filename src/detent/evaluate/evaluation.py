@@ -12,13 +12,16 @@ from functools import partial
 from os import PathLike
 from typing import Any, NamedTuple
 
+from numpy.typing import ArrayLike
+
 import detent.onnx as qo
 from detent import sensitivity as qs
-from detent.errors import DetentError
-from detent.evaluate.accuracy import Accuracy, Split, measure_accuracy, split_batches
+from detent.errors import DetentError, NotCalibratedError
+from detent.evaluate.accuracy import Accuracy, Split, check_metric, measure_accuracy, split_batches
 from detent.evaluate.speed import Timing, random_inputs, time_models
 from detent.evaluate.speed_advice import SpeedAdvice, advise
 from detent.metrics import worst_output
+from detent.model_metric import AUTO, MetricLike
 from detent.onnx.pipeline import QuantizeReport
 from detent.onnx.quality_warnings import QuantizeWarning, few_samples, float_layers_text
 from detent.onnx_model.batches import BatchSource
@@ -39,8 +42,14 @@ TIMING_SECONDS = 1.0
 RANKING_SAMPLES = 4  # with fewer samples, the ranking of layers depends too much on the samples
 MIN_RANKING_SECONDS = 20.0  # time limit for measuring sensitivity, unless quantization took longer
 MAX_LAYERS_NAMED = 3
-MEASURED_AGAIN = ("low-sqnr", "low-agreement", "few-samples")  # codes of warnings that the evaluation replaces
+MEASURED_AGAIN = (
+    "low-sqnr",
+    "low-agreement",
+    "few-samples",
+    "max-drop",
+)  # codes of warnings that the evaluation replaces
 MAX_OUTPUTS_SHOWN = 4
+TOLERANCE = 1e-9  # of the drop of a metric
 StageProgress = Callable[[str, int, int | None], None]
 
 
@@ -103,7 +112,7 @@ class Evaluation:
         return tuple(SensitiveLayer(layer.name, layer.worst / total) for layer in layers)
 
     def missed_limits(self, min_sqnr_db: float | None = None, min_agreement: float | None = None) -> list[str]:
-        """Return one message for each limit that is not met, and one if verification found a mismatch."""
+        """Return one message for each limit that is not met, max_drop included, and one for a failed verification."""
         accuracy = Accuracy({}, None, 0) if self.accuracy is None else self.accuracy
         sqnr_db, agreement, missed = accuracy.sqnr_db, accuracy.agreement, list[str]()
         if min_sqnr_db is not None:
@@ -123,6 +132,9 @@ class Evaluation:
                 )
             elif agreement < min_agreement:
                 missed.append(f"the top-1 agreement is {agreement:.4g}, below {limit}")
+        drop = _missed_drop(self.result, self.accuracy)
+        if drop:
+            missed.append(drop)
         if self.verification is not None and not self.verification.ok:
             missed.append("the quantized model failed verification: for details, run detent verify")
         return missed
@@ -150,9 +162,19 @@ class Evaluation:
             )
         if self.accuracy.agreement is not None:
             facts.append(("top-1 agreement", f"{100 * self.accuracy.agreement:.2f} %{where}"))
+        if self.accuracy.metric is not None:
+            facts.append((self.accuracy.metric.name, f"{self.accuracy.metric}{self._limit_text()}"))
         facts += self._score_facts(self.accuracy.scores)
         skipped = list(self.accuracy.not_compared.items())[:MAX_OUTPUTS_SHOWN]
         return [*facts, *((f"output {name}", f"not compared: {reason}") for name, reason in skipped)]
+
+    def _limit_text(self) -> str:
+        search = self.result.search
+        if search is None:
+            return ""
+        count = counted(len(search.steps), "step") if search.steps else "no change needed"
+        met = "not met" if _missed_drop(self.result, self.accuracy) else "met"
+        return f"; max_drop {search.max_drop:g} {met}, {count}"
 
     def _score_facts(self, scores: Mapping[str, OutputScore]) -> list[tuple[str, str]]:
         """Name the measure of each output and its value; the agreement of the first output has a line of its own."""
@@ -219,6 +241,8 @@ class Evaluation:
             "score_by_output": None
             if accuracy is None
             else {name: {"measure": each.measure, "value": each.value} for name, each in accuracy.scores.items()},
+            "metric": None if accuracy is None or accuracy.metric is None else accuracy.metric.to_dict(),
+            "max_drop": None if self.result.search is None else self.result.search.max_drop,
             "equal_share_by_output": None if accuracy is None else dict(accuracy.outputs_equal),
             "outputs_not_compared": None if accuracy is None else dict(accuracy.not_compared),
             "evaluation_samples": None if accuracy is None else accuracy.samples,
@@ -237,7 +261,7 @@ class Evaluation:
         }
 
 
-def quantize_and_evaluate(
+def quantize_and_evaluate(  # noqa: PLR0913 - all parts of the job
     model: ModelSource,
     output: str | PathLike[str],
     data: BatchSource | None = None,
@@ -246,6 +270,10 @@ def quantize_and_evaluate(
     batch_size: int | None = None,
     checks: Checks = Checks(),  # noqa: B008 - a frozen value
     progress: StageProgress | None = None,
+    metric: MetricLike | None = None,
+    max_drop: float | str | None = None,
+    eval_data: BatchSource | None = None,
+    labels: ArrayLike | None = None,
     **options: Any,
 ) -> Evaluation:
     """Quantize a model with the calibration part of the data, and evaluate the file on the held-out part.
@@ -259,6 +287,12 @@ def quantize_and_evaluate(
         batch_size: samples per batch of an .npz or .npy file; see ``split_batches``.
         checks: the checks to run besides accuracy.
         progress: callback f(stage, done, total) with the name of the stage; total is None if unknown.
+        metric: a metric of both models on the evaluation data, as for ``qo.quantize``.
+        max_drop: largest accepted drop of the metric, as for ``qo.quantize``. The search and the evaluation use
+            different batches; ``split_batches`` says which.
+        eval_data: batches for the evaluation, and for the search with ``max_drop``; all of ``data`` are then used for
+            calibration.
+        labels: one label per sample of ``eval_data``, or of ``data`` without ``eval_data``.
         options: further arguments of ``qo.quantize``.
 
     Raises:
@@ -275,13 +309,21 @@ def quantize_and_evaluate(
     (True, True, [])
     """
     source = load_model(model)
-    split = None if data is None else split_batches(source, data, batch_size)
+    split = None
+    if data is not None:
+        is_searched = max_drop is not None
+        split = split_batches(source, data, batch_size, eval_data=eval_data, labels=labels, search=is_searched)
+    elif any(each is not None for each in (metric, max_drop, eval_data, labels)):
+        raise NotCalibratedError("metric=, max_drop=, eval_data= and labels= need data, also for weight-only recipes")
     calibration = None if split is None else split.calibration
     stage = None if progress is None else partial(progress, "calibrating")
     # If nothing is held out, qo.quantize need not compare outputs: evaluation does so on the same batches.
     options.setdefault("compare", split is not None and split.is_held_out)
+    if split is not None:
+        check_metric(source, split, metric)
+        options |= split.search_arguments(metric, max_drop)
     result = qo.quantize(source, output, calibration, recipe, progress=stage, **options)
-    return evaluate_result(source, result, split, checks=checks, progress=progress)
+    return evaluate_result(source, result, split, checks=checks, progress=progress, metric=metric)
 
 
 def evaluate_result(
@@ -291,6 +333,7 @@ def evaluate_result(
     *,
     checks: Checks = Checks(),  # noqa: B008 - a frozen value
     progress: StageProgress | None = None,
+    metric: MetricLike | None = None,
 ) -> Evaluation:
     """Compare the file that ``qo.quantize`` wrote with its float model.
 
@@ -300,12 +343,30 @@ def evaluate_result(
         split: calibration and evaluation batches, from ``split_batches``; if None, only run times are measured.
         checks: the checks to run besides accuracy.
         progress: callback f(stage, done, total) with the name of the stage; total is None if unknown.
+        metric: a metric of both models on the evaluation batches, with the labels of ``split``.
 
     Raises:
         FileFormatError: the file is missing or malformed.
         UnsupportedError: ONNX Runtime cannot run one of the models.
     """
-    return _Evaluator(load_model(source), result, split, progress).run(checks)
+    return _Evaluator(load_model(source), result, split, progress, metric).run(checks)
+
+
+def _missed_drop(result: QuantizeReport, accuracy: Accuracy | None) -> str:
+    """Return a message if the metric drops by more than ``max_drop`` on the evaluation samples, or ""."""
+    if result.search is None:
+        return ""
+    limit, measured = f"the limit of {result.search.max_drop:g}", None if accuracy is None else accuracy.metric
+    if measured is None:
+        return f"the metric was not measured, so {limit} is not met: pass data"
+    if measured.drop <= result.search.max_drop + TOLERANCE:
+        return ""
+    error, count = measured.standard_error, counted(measured.samples, "sample", ",")
+    margin = "" if error is None else f" ± {error:.4f}"
+    return (
+        f"{measured.name} drops by {measured.drop:.4f}{margin} on {count}, above {limit}: pass more evaluation data, "
+        "or use a recipe with more bits"
+    )
 
 
 class _TooLongError(Exception):
@@ -316,9 +377,15 @@ class _Evaluator:
     """Runs the checks of one evaluation, and collects warnings."""
 
     def __init__(
-        self, source: LoadedModel, result: QuantizeReport, split: Split | None, progress: StageProgress | None
+        self,
+        source: LoadedModel,
+        result: QuantizeReport,
+        split: Split | None,
+        progress: StageProgress | None,
+        metric: MetricLike | None,
     ) -> None:
         self.source, self.result, self.split = source, result, split
+        self.metric = AUTO if metric is None and result.search is not None else metric
         self.quantized = load_model(result.output)
         self.warnings: list[QuantizeWarning] = []
         self.progress: StageProgress = (lambda *_: None) if progress is None else progress
@@ -330,7 +397,8 @@ class _Evaluator:
         sensitivity: qs.Sensitivity | None = None
         if self.split is not None:
             batches = self.split.evaluation.counted(partial(self.progress, "evaluating"))
-            accuracy = measure_accuracy(self.source, self.quantized, batches)
+            labels = self.split.labels
+            accuracy = measure_accuracy(self.source, self.quantized, batches, metric=self.metric, labels=labels)
             if checks.verify:
                 verification = self._verify(self.split)
             if checks.sensitivity:
@@ -354,9 +422,13 @@ class _Evaluator:
             yield from self.result.warnings
             return
         yield from accuracy.warnings
+        missed = _missed_drop(self.result, accuracy)
+        if missed:
+            yield QuantizeWarning("max-drop", missed)
         if any(line.input for line in self.result.layers):
             yield from few_samples(self.result.samples + accuracy.samples * self.split.is_held_out)
-        yield from (each for each in self.result.warnings if each.code not in MEASURED_AGAIN)
+        replaced = (*MEASURED_AGAIN, *(["max-drop"] if missed else []))
+        yield from (each for each in self.result.warnings if each.code not in replaced)
 
     def _target_warnings(self) -> Iterator[QuantizeWarning]:
         """Yield a warning if the target does not suit this CPU."""

@@ -10,6 +10,7 @@ from detent.onnx.decisions import (
     Smoothed,
 )
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, plan
+from detent.onnx.metric_search import MetricSearch, SearchStep
 from detent.onnx.normal_form import prepare
 from detent.onnx.pipeline import LayerReport, QuantizeReport, decide, quantize
 from detent.onnx.quality_warnings import QuantizeWarning
@@ -25,11 +26,13 @@ __all__ = [
     "LayerDecision",
     "LayerPlan",
     "LayerReport",
+    "MetricSearch",
     "QuantizeReport",
     "QuantizeWarning",
     "QuantizedModel",
     "QuantizerPlacement",
     "RangeDecision",
+    "SearchStep",
     "Smoothed",
     "calibrate",
     "decide",

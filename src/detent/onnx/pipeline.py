@@ -279,8 +279,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         max_drop: largest accepted drop of the metric relative to the float model, such as 0.005 or "0.5%". If the drop
             is larger, more layers are kept in float, those that gain the most per byte; see ``QuantizeReport.search``.
         metric: "top1", "cosine", "iou", "module:function", or a function of outputs, or of outputs and labels, that
-            returns one number; higher is better. None uses top1 with labels, and otherwise the measure that fits the
-            first output, compared with the float model.
+            returns one number; higher is better. None stands for "auto": top1 with labels, and otherwise the measure
+            that fits the first output, compared with the float model.
         eval_data: batches on which the search for ``max_drop`` measures the metric; by default, the calibration data.
         labels: one label per sample of ``eval_data``, for the metric.
 

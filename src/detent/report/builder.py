@@ -107,9 +107,11 @@ def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Rep
         sensitivity=evaluation.sensitivity,
         facts={
             **({} if evaluation.timing is None else {"Time": str(evaluation.timing)}),
+            **_metric(evaluation),
             **_scores(evaluation),
             **_warnings(evaluation),
         },
+        tables=_search_steps(evaluation),
         command=command,
     )
     if accuracy is None:
@@ -122,6 +124,28 @@ def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Rep
         agreement=accuracy.agreement,
         notes=tuple(dict.fromkeys((*skipped, *report.notes))),
     )
+
+
+def _metric(evaluation: "Evaluation") -> dict[str, str]:
+    """Return the user's metric as a fact, with the limit of its drop."""
+    metric = None if evaluation.accuracy is None else evaluation.accuracy.metric
+    return {} if metric is None else {f"Metric {metric.name}": dict(evaluation.facts())[metric.name]}
+
+
+def _search_steps(evaluation: "Evaluation") -> list[Table]:
+    """Return the path of the search for ``max_drop`` as a table; none without a search or without steps."""
+    search = evaluation.result.search
+    if search is None or not search.steps:
+        return []
+    columns = ("Layer", "Change", f"{search.after.name} on the search samples", "Drop", "Weight bytes")
+    rows = [
+        (step.layer, "kept in float" if step.in_float else "quantized again", step.value, step.drop, step.nbytes)
+        for step in search.steps
+    ]
+    cells = [
+        (layer, change, f"{value:.4f}", f"{drop:.4f}", f"{nbytes:,}") for layer, change, value, drop, nbytes in rows
+    ]
+    return [Table(f"Steps to meet max_drop {search.max_drop:g}", columns, tuple(cells))]
 
 
 def _scores(evaluation: "Evaluation") -> dict[str, str]:
