@@ -124,8 +124,11 @@ class MetricResult:
 
     @property
     def largest_drop(self) -> float:
-        """Upper end of the one-sided 95 % confidence interval of the drop; the drop itself without a standard error."""
-        return self.drop + CONFIDENCE_95 * (self.standard_error or 0.0)
+        """Upper end of the one-sided 95 % confidence interval of the drop; the drop itself without a standard error.
+
+        A negative drop counts as 0: it is luck, because quantization does not improve a model.
+        """
+        return max(self.drop, 0.0) + CONFIDENCE_95 * (self.standard_error or 0.0)
 
     def __str__(self) -> str:
         error = "" if self.standard_error is None else f" ± {self.standard_error:.4f}"

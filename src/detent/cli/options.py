@@ -14,7 +14,11 @@ __all__ = [
     "BatchSize",
     "CalibrationData",
     "Data",
+    "EvaluationData",
     "Force",
+    "Labels",
+    "MaxDrop",
+    "Metric",
     "Quiet",
     "Report",
     "Skip",
@@ -59,6 +63,28 @@ BatchSize = Annotated[
         help="Samples per batch of an .npz or .npy file.",
         show_default="1, or the model's",
         rich_help_panel=DATA,
+    ),
+]
+EvaluationData = Annotated[
+    Path | None,
+    typer.Option("--eval-data", metavar="PATH", help="Held-out data for the evaluation.", rich_help_panel=DATA),
+]
+Labels = Annotated[
+    Path | None,
+    typer.Option(
+        "--labels", metavar="FILE", help="One label per sample: .npy, .npz, .txt or .csv.", rich_help_panel=DATA
+    ),
+]
+Metric = Annotated[
+    str | None,
+    typer.Option(
+        "--metric", metavar="NAME", help="top1, cosine, iou, or module:function (runs code).", rich_help_panel=ACCURACY
+    ),
+]
+MaxDrop = Annotated[
+    str | None,
+    typer.Option(
+        "--max-drop", metavar="N", help="Limit the metric's drop (0.5%) with layers in float.", rich_help_panel=ACCURACY
     ),
 ]
 Skip = Annotated[

@@ -25,7 +25,11 @@ from detent.cli.options import (
     AsJson,
     BatchSize,
     CalibrationData,
+    EvaluationData,
     Force,
+    Labels,
+    MaxDrop,
+    Metric,
     Quiet,
     Report,
     Skip,
@@ -59,25 +63,26 @@ def run(
     ],
     *,
     data: CalibrationData = None,
+    eval_data: EvaluationData = None,
+    labels: Labels = None,
     batch_size: BatchSize = None,
+    # Hidden options are for few people; docs/howto/cli.md lists them.
     memory_budget: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
             help="Limit activation memory, e.g. to 500MB.",
             show_default="no limit",
-            rich_help_panel=DATA,
+            hidden=True,
         ),
     ] = None,
     resume_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Save calibration state; resume if the file exists.", rich_help_panel=DATA),
+        typer.Option(metavar="FILE", help="Save calibration state; resume if the file exists.", hidden=True),
     ] = None,
     allow_quantized: Annotated[
         bool,
-        typer.Option(
-            "--allow-quantized", help="Accept a model that is already partly quantized.", rich_help_panel=DATA
-        ),
+        typer.Option("--allow-quantized", help="Accept a model that is already partly quantized.", hidden=True),
     ] = False,
     recipe: Annotated[
         str,
@@ -126,16 +131,14 @@ def run(
         ),
     ] = None,
     skip: Skip = None,
+    metric: Metric = None,
+    max_drop: MaxDrop = None,
     no_keep_float: Annotated[
-        bool,
-        typer.Option(
-            "--no-keep-float", help="No float fallback: quantize even the noisiest layers.", rich_help_panel=ACCURACY
-        ),
+        bool, typer.Option("--no-keep-float", help="No float fallback: quantize even the noisiest layers.", hidden=True)
     ] = False,
     no_equalize: Annotated[
         bool, typer.Option("--no-equalize", help="Skip cross-layer equalization.", hidden=True)
     ] = False,
-    # Hidden, because few people need them; docs/howto/cli.md lists them.
     no_smooth: Annotated[bool, typer.Option("--no-smooth", help="Skip SmoothQuant.", hidden=True)] = False,
     no_bias_correction: Annotated[
         bool, typer.Option("--no-bias-correction", help="Skip bias correction.", hidden=True)
@@ -203,11 +206,12 @@ def run(
     }
     _check_options(options)
     output_path = output if output is not None else default_output(model, recipe)
-    read = {"--data": data, "--recipe": recipe_file(recipe), "--resume-file": resume_file}
+    read = {"--data": data, "--eval-data": eval_data, "--labels": labels, "--recipe": recipe_file(recipe)}
+    read["--resume-file"] = resume_file
     _check_files(model, output_path, report, read, force=force, dry_run=dry_run)
     _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)
     source = load_model(model)
-    split = None if data is None else qe.split_batches(source, data, batch_size)
+    split = _split(source, data, batch_size, eval_data, labels, metric, max_drop, dry_run=dry_run)
     _check_data(source, split, agreement=fail_below_agreement is not None)
     warnings = _target_warnings(screen, target)
     if dry_run:
@@ -225,7 +229,10 @@ def run(
         return
     checks = qe.Checks(verify=not no_verify, time=not no_bench, sensitivity=not no_rank)
     options["resume_file"] = resume_file
-    evaluation = _run(screen, source, split, output_path, options, checks, report, str(context.obj or ""))
+    if split is not None:
+        qe.check_metric(source, split, metric)
+        options |= split.search_arguments(metric, max_drop)
+    evaluation = _run(screen, source, split, output_path, options, checks, report, str(context.obj or ""), metric)
     missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
     _show_evaluation(screen, evaluation, report)
     screen.emit(_document(model, evaluation, missed, report, strict=strict))
@@ -245,6 +252,7 @@ def _run(
     checks: "Checks",
     report: Path | None,
     command: str,
+    metric: str | None,
 ) -> "Evaluation":
     """Quantize, evaluate and write the report."""
     import detent.evaluate as qe  # noqa: PLC0415 - already loaded
@@ -263,7 +271,7 @@ def _run(
         if split is not None:
             screen.note(f"evaluating on {split}")
         with screen.stages() as progress:
-            evaluation = qe.evaluate_result(source, result, split, checks=checks, progress=progress)
+            evaluation = qe.evaluate_result(source, result, split, checks=checks, progress=progress, metric=metric)
         if report is not None:
             from detent import report as qr  # noqa: PLC0415 - loaded only if needed
 
@@ -307,6 +315,33 @@ def _check_options(options: Mapping[str, Any]) -> None:
     get_target(options["target"])
     if options["observer"] is not None:
         get_observer_spec(options["observer"])
+
+
+def _split(
+    source: "LoadedModel",
+    data: Path | None,
+    batch_size: int | None,
+    eval_data: Path | None,
+    labels: Path | None,
+    metric: str | None,
+    max_drop: str | None,
+    *,
+    dry_run: bool,
+) -> "Split | None":
+    """Split the data into calibration and evaluation batches; None without data."""
+    import detent.evaluate as qe  # noqa: PLC0415 - already loaded
+
+    options = {"--eval-data": eval_data, "--labels": labels, "--metric": metric, "--max-drop": max_drop}
+    used = [name for name, value in options.items() if value is not None]
+    if used and data is None:
+        raise SpecError(f"{', '.join(used)} {'needs' if len(used) == 1 else 'need'} calibration data: pass --data")
+    if max_drop is not None and dry_run:
+        raise SpecError("--max-drop needs outputs, but --dry-run compares no outputs: drop --dry-run or --max-drop")
+    if data is None:
+        return None
+    label_array = None if labels is None else qe.read_labels(labels)
+    is_searched = max_drop is not None
+    return qe.split_batches(source, data, batch_size, eval_data=eval_data, labels=label_array, search=is_searched)
 
 
 def _check_limits(sqnr_db: float | None, agreement: float | None, data: Path | None, *, dry_run: bool) -> None:

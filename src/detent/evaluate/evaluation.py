@@ -163,18 +163,20 @@ class Evaluation:
         if self.accuracy.agreement is not None:
             facts.append(("top-1 agreement", f"{100 * self.accuracy.agreement:.2f} %{where}"))
         if self.accuracy.metric is not None:
-            facts.append((self.accuracy.metric.name, f"{self.accuracy.metric}{self._limit_text()}"))
+            facts.append((self.accuracy.metric.name, str(self.accuracy.metric)))
+        facts += self._drop_facts()
         facts += self._score_facts(self.accuracy.scores)
         skipped = list(self.accuracy.not_compared.items())[:MAX_OUTPUTS_SHOWN]
         return [*facts, *((f"output {name}", f"not compared: {reason}") for name, reason in skipped)]
 
-    def _limit_text(self) -> str:
+    def _drop_facts(self) -> list[tuple[str, str]]:
         search = self.result.search
         if search is None:
-            return ""
-        count = counted(len(search.steps), "step") if search.steps else "no change needed"
+            return []
         met = "not met" if _missed_drop(self.result, self.accuracy) else "met"
-        return f"; max_drop {search.max_drop:g} {met}, {count}"
+        sizes = f"weights {bytes_text(search.nbytes_before)} -> {bytes_text(search.nbytes_after)}"
+        change = f"{counted(len(search.steps), 'step')}, {sizes}" if search.steps else "without a change"
+        return [("max_drop", f"{search.max_drop:g} {met}, {change}")]
 
     def _score_facts(self, scores: Mapping[str, OutputScore]) -> list[tuple[str, str]]:
         """Name the measure of each output and its value; the agreement of the first output has a line of its own."""

@@ -1,15 +1,17 @@
 """Search for layers to keep in float, so that a metric of the model drops by at most ``max_drop``.
 
-The search starts from the normal result. If its drop is within the limit, nothing changes. Otherwise:
+The search starts from the normal result, with the layers that float fallback keeps in float:
 
-1. Forward: one layer after the other is kept in float. Candidates are the 8 layers that lower the noise at the outputs
-   the most per byte. The one that lowers the drop the most per byte is taken. If no candidate lowers the drop, it is
-   the one that lowers the noise the most per byte, because a metric such as an accuracy is flat between two of its
-   values. Whenever a candidate meets the limit, it is compared with the smallest set so far that does, and steps end
-   when no candidate can be smaller.
-2. Backward: layers whose float weights are no longer needed are quantized again, those with the most bytes first.
-3. Swaps: a layer in float is replaced by one or two cheaper ones, those with the least noise first, if the limit is
-   still met. Then step 2 runs again.
+1. Forward, if the drop is above the limit: one layer after the other is kept in float. Candidates are the 8 layers that
+   lower the noise at the outputs the most per byte. The one that lowers the drop the most per byte is taken. If no
+   candidate lowers the drop by more than its standard error, it is the one that lowers the noise the most per byte,
+   because a metric such as an accuracy is flat between two of its values, and random below its error. Whenever a
+   candidate meets the limit, it is compared with the smallest set so far that does, and steps end when no candidate
+   can be smaller.
+2. Backward: layers whose float weights are not needed are quantized again, those with the most bytes first; this
+   includes the layers of float fallback, because with a limit, the metric decides.
+3. Swaps: one or two layers in float are replaced by one or two layers with fewer bytes, those with the least noise
+   first, if the limit is still met. Then step 2 runs again.
 
 Each candidate is a complete model, which ONNX Runtime runs on all search samples with its own kernels. The limit is met
 if the upper end of the drop's 95 % confidence interval is within the limit (``MetricResult.largest_drop``), because
@@ -20,7 +22,7 @@ samples. At least one layer stays quantized, so the search can fail.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
@@ -52,10 +54,11 @@ _log = logging.getLogger(__name__)
 Array = NDArray[Any]
 Feed = dict[str, Array]
 Layers = frozenset[str]
+Names = tuple[str, ...]
 
 MAX_DROP_REASON = "kept in float to meet max_drop"
 MAX_CANDIDATES = 8  # layers whose metric is measured in one step of the forward search
-MAX_SWAPS = 24  # swaps whose metric is measured
+MAX_SWAPS = 32  # swaps whose metric is measured
 TOLERANCE = 1e-9
 MAX_OUTPUT_BYTES = 4 << 30  # outputs of one model on all samples
 MAX_KEPT_BYTES = 1 << 30  # batches up to this size are read once; larger data are read for each candidate
@@ -92,7 +95,7 @@ class MetricSearch:
         before: metric of the normal result, on the search samples.
         after: metric of the final result, on the search samples.
         steps: the steps, in their order.
-        layers: the layers that the search keeps in float.
+        layers: the layers in float, those of float fallback included.
         nbytes_before: bytes of all weights in the normal result.
         nbytes_after: bytes of all weights in the final result.
         trials: number of models whose metric was measured.
@@ -168,7 +171,7 @@ def search_float_layers(
     search = _Search(candidates, frozenset(start), trials, max_drop)
     before, nbytes_before = trials.result(search.layers), trials.nbytes(search.layers)
     search.forward()
-    if search.steps and search.is_met(search.layers):
+    if search.is_met(search.layers):
         search.backward()
         while search.swap():
             search.backward()
@@ -219,12 +222,11 @@ class _Search:
             self._change(name)
 
     def _densest(self, layers: Layers, names: Sequence[str]) -> str:
-        """Return the layer that lowers the drop the most per byte, or the first if no layer lowers it."""
-        drop, size = self._result(layers).largest_drop, self._trials.nbytes(layers)
-        gains = {name: drop - self._result(layers | {name}).largest_drop for name in names}
-        densities = {name: gain / max(1, self._size(layers, name) - size) for name, gain in gains.items()}
-        name = max(names, key=lambda each: densities[each])
-        return name if gains[name] > TOLERANCE else names[0]
+        """Return the layer that lowers the drop the most per byte, or the first if no layer clearly lowers it."""
+        result, size = self._result(layers), self._trials.nbytes(layers)
+        gains = {name: result.largest_drop - self._result(layers | {name}).largest_drop for name in names}
+        clear = [name for name in names if gains[name] > max(TOLERANCE, result.standard_error or 0.0)]
+        return max(clear or names[:1], key=lambda name: gains[name] / max(1, self._size(layers, name) - size))
 
     def _promising(self, layers: Layers) -> list[str]:
         """Return the candidates that lower the noise the most per byte, the best first."""
@@ -245,25 +247,27 @@ class _Search:
                 self._change(name)
 
     def swap(self) -> bool:
-        """Replace a layer in float by one or two cheaper ones; return whether there was such a swap."""
+        """Replace one or two layers in float by at most two cheaper ones; return whether there was such a swap."""
         for old, new in self._possible_swaps():
             if self._swaps == MAX_SWAPS:
                 return False
             self._swaps += 1
-            if self.is_met((self.layers - {old}) | set(new)):
-                for name in (*new, old):
+            if self.is_met((self.layers - set(old)) | set(new)):
+                for name in (*new, *old):
                     self._change(name)
                 return True
         return False
 
-    def _possible_swaps(self) -> list[tuple[str, tuple[str, ...]]]:
+    def _possible_swaps(self) -> list[tuple[Names, Names]]:
         """Return swaps that save bytes, in the order of their noise, estimated as if noises added up."""
         noise, outside = self._trials.noise(self.layers), self._promising(self.layers)
         gains = {name: noise - self._trials.noise(self.layers | {name}) for name in outside}
         losses = {name: self._trials.noise(self.layers - {name}) - noise for name in sorted(self.layers)}
-        pairs = [(old, new) for old in losses for count in (1, 2) for new in combinations(outside, count)]
-        pairs = [pair for pair in pairs if self._saves((self.layers - {pair[0]}) | set(pair[1]))]
-        return sorted(pairs, key=lambda pair: losses[pair[0]] - sum(gains[name] for name in pair[1]))
+        pairs = list(product(_up_to_two(losses), _up_to_two(gains)))
+        pairs = [(old, new) for old, new in pairs if self._saves((self.layers - set(old)) | set(new))]
+        return sorted(
+            pairs, key=lambda pair: sum(losses[name] for name in pair[0]) - sum(gains[name] for name in pair[1])
+        )
 
     def _saves(self, layers: Layers) -> bool:
         return self._trials.nbytes(layers) < self._trials.nbytes(self.layers)
@@ -276,6 +280,10 @@ class _Search:
         step = SearchStep(name, is_added, result.value, result.drop, self._trials.nbytes(self.layers))
         _log.info("%s", step)
         self.steps.append(step)
+
+
+def _up_to_two(names: Iterable[str]) -> list[Names]:
+    return [each for count in (1, 2) for each in combinations(names, count)]
 
 
 def _meets(result: MetricResult, max_drop: float) -> bool:

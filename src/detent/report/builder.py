@@ -127,9 +127,10 @@ def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Rep
 
 
 def _metric(evaluation: "Evaluation") -> dict[str, str]:
-    """Return the user's metric as a fact, with the limit of its drop."""
-    metric = None if evaluation.accuracy is None else evaluation.accuracy.metric
-    return {} if metric is None else {f"Metric {metric.name}": dict(evaluation.facts())[metric.name]}
+    """Return the user's metric as a fact, and the limit of its drop."""
+    metric, facts = None if evaluation.accuracy is None else evaluation.accuracy.metric, dict(evaluation.facts())
+    chosen = {} if metric is None else {f"Metric {metric.name}": facts[metric.name]}
+    return chosen | ({"Limit max_drop": facts["max_drop"]} if "max_drop" in facts else {})
 
 
 def _search_steps(evaluation: "Evaluation") -> list[Table]:
