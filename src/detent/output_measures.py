@@ -56,7 +56,7 @@ MANY_CLASSES = 32  # standard normal numbers have a mean largest probability of 
 MIN_ROWS_CONSTANT = 16  # with at least this many rows, a largest column that never changes says nothing
 MIN_EMBEDDING = 32  # elements of a vector
 MASK_MARGIN, MIN_MASK_SHARE = 0.1, 0.9
-MAX_ROWS = 1 << 16  # rows on which the choice of a measure is based
+MAX_ROWS, MAX_VALUES = 1 << 16, 1 << 20  # rows and numbers on which the choice of a measure is based
 TOLERANCE = 1e-3  # of sums of probabilities, and of lengths of vectors
 BOX_SIZES = 4
 
@@ -176,7 +176,8 @@ def _have_length_one(rows: Array) -> bool:
 def _are_masks(outputs: Sequence[Array]) -> bool:
     if any(x.ndim < 3 for x in outputs):
         return False
-    values = np.concatenate([x.ravel() for x in outputs]).astype(np.float64)
+    step = -(-sum(x.size for x in outputs) // MAX_VALUES)
+    values = np.concatenate([x.ravel()[::step] for x in outputs]).astype(np.float64)
     if not np.isfinite(values).all():
         return False
     if values.min() < 0 or values.max() > 1:
@@ -200,8 +201,9 @@ def _rows(outputs: Sequence[Array], rank: int, axis: int = -1) -> Array | None:
     """Return the vectors along an axis as float64 rows; None for another rank, varying sizes, or NaN."""
     if any(x.ndim != rank or not x.size for x in outputs) or len({x.shape[axis] for x in outputs}) > 1:
         return None
-    rows = np.concatenate([np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis]) for x in outputs])
-    rows = rows[:: -(-len(rows) // MAX_ROWS)].astype(np.float64)
+    step = -(-sum(x.size // x.shape[axis] for x in outputs) // MAX_ROWS)
+    parts = [np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])[::step] for x in outputs]
+    rows = np.concatenate(parts).astype(np.float64)
     return rows if np.isfinite(rows).all() else None
 
 
@@ -222,18 +224,19 @@ def _overlap(x: Array, y: Array, threshold: float) -> Sums:
 
 
 def _cosines(x: Array, y: Array, _threshold: float) -> Sums:
-    a, b = (each.reshape(-1, each.shape[-1]).astype(np.float64) for each in (x, y))
-    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    a, b = (each.reshape(-1, each.shape[-1]) for each in (x, y))
+    products, first, second = (np.einsum("ij,ij->i", *pair, dtype=np.float64) for pair in ((a, b), (a, a), (b, b)))
+    lengths = np.sqrt(first) * np.sqrt(second)
     is_zero = lengths == 0  # as in metrics.cosine: 1 if both vectors are zero, 0 if only one is
-    both_zero = ~a.any(axis=1) & ~b.any(axis=1)
-    cosines = np.einsum("ij,ij->i", a, b) / np.where(is_zero, 1, lengths)
-    return float(np.where(is_zero, both_zero, cosines).sum()), float(len(a))
+    cosines = products / np.where(is_zero, 1, lengths)
+    return float(np.where(is_zero, (first == 0) & (second == 0), cosines).sum()), float(len(a))
 
 
 def _powers(x: Array, y: Array, _threshold: float) -> Sums:
-    a, b = x.astype(np.float64).ravel(), y.astype(np.float64).ravel()
     with np.errstate(over="ignore", invalid="ignore"):  # outputs may be infinite
-        return float(np.square(a - b).sum()), float(np.square(a).sum())
+        difference, signal = (x - y).ravel(), x.ravel()
+        noise, power = (np.einsum("i,i->", each, each, dtype=np.float64) for each in (difference, signal))
+    return float(noise), float(power)
 
 
 def _share(part: float, whole: float) -> float:

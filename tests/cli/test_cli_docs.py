@@ -3,7 +3,10 @@
 import re
 import shlex
 
+import numpy as np
+
 from detent.cli import main
+from detent.onnx_model import make_session
 
 from .cli_cases import write_data, write_model
 
@@ -16,6 +19,11 @@ def lines(root):
     return [line for match in FENCE.finditer(text) for line in match["code"].splitlines() if line.strip()]
 
 
+def predicted_classes(model, data):
+    with np.load(data) as arrays:
+        return make_session(model).run(None, {"x": arrays["x"]})[0].argmax(1)
+
+
 def test_every_command_is_shown(root):
     assert {shlex.split(line)[1] for line in lines(root)} == COMMANDS
 
@@ -24,6 +32,7 @@ def test_shell_lines_run(root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_model("model.onnx", hidden=256)  # hidden layers, whose weights may have 4 bits
     write_data("calibration.npz")
+    np.savetxt("labels.txt", predicted_classes("model.onnx", write_data("test.npz", 40)), fmt="%d")
     for line in lines(root):
         program, *arguments = shlex.split(line)
         assert program == "detent"
