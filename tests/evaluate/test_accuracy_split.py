@@ -60,7 +60,7 @@ def test_a_search_has_batches_of_its_own():
     assert sorted(number for part in parts for number in part) == list(range(40))
     assert split.labels.tolist() == parts[2]
     assert split.search_labels.tolist() == parts[1]
-    assert len({number % 10 for number in parts[2]}) > 3, "a periodic order of classes is no problem"
+    assert len({number % 10 for number in parts[2]}) > 3, "a periodic order of classes does no harm"
     assert split.is_held_out
 
 

@@ -266,7 +266,7 @@ def _with_biases(
 
 @dataclass(frozen=True)
 class _Assembly:
-    """What all plans of a search have in common; turns a plan into decisions."""
+    """Parts that all plans of a search have in common; turns a plan into decisions."""
 
     facts: Decisions
     calibration: Calibration

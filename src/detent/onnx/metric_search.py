@@ -142,7 +142,7 @@ class MetricGoal(NamedTuple):
 
 
 class Trials(Protocol):
-    """What the search measures of a set of layers in float."""
+    """Measurements that the search makes of a set of layers in float."""
 
     def result(self, layers: Layers) -> MetricResult:
         """Measure the metric."""
