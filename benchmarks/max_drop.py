@@ -45,17 +45,23 @@ Labelled = tuple[NDArray[np.float32], NDArray[np.int64]]
 LIMITS = {"w8a8": 0.005, "w4a8": 0.01}
 EVALUATION_BATCH, CALIBRATION_BATCH, TRAINING_BATCH = 20, 16, 64
 CALIBRATION_SAMPLES = 256
+MAX_POWER = 4  # of the factors of channels
 FILES = Path(__file__).parent / ".cache" / "max_drop"
 NO_CHECKS = qe.Checks(verify=True, time=False, sensitivity=False)
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A classifier: functions that build it, and that return data for training, calibration and evaluation."""
+    """A classifier: functions that build it, and that return data for training, calibration and evaluation.
+
+    After training, the hidden channels between some linear layers get very different scales. The network computes the
+    same, but is harder to quantize. ``outliers`` are the numbers of the linear layers before such channels.
+    """
 
     build: Callable[[], nn.Module]
     data: Callable[[], tuple[Labelled, Labelled, Labelled]]
     epochs: int
+    outliers: tuple[int, ...] = ()
 
 
 def mlp(*widths: int) -> nn.Module:
@@ -75,7 +81,7 @@ def cnn() -> nn.Module:
 
 
 def digits_data() -> tuple[Labelled, Labelled, Labelled]:
-    """Return the digits of the demo: 700 for training, of which 256 calibrate, and 1,097 for evaluation."""
+    """Return the digits of the demo: 700 for training and calibration, and 1,097 for evaluation."""
     train, test = read_digits()
     images, labels = np.concatenate([train.images, test.images]), np.concatenate([train.labels, test.labels])
     order = np.random.default_rng(0).permutation(len(images))
@@ -107,9 +113,9 @@ def tables_mlp() -> nn.Module:
 
 
 CLASSIFIERS = {
-    "digits": Classifier(lambda: mlp(64, 128, 96, 64, 64, 48, 10), digits_data, 30),
+    "digits": Classifier(lambda: mlp(64, 128, 96, 64, 64, 48, 10), digits_data, 30, (1, 3)),
     "scenes": Classifier(cnn, scenes_data, 24),
-    "tables": Classifier(tables_mlp, tables_data, 15),
+    "tables": Classifier(tables_mlp, tables_data, 15, (0, 2)),
 }
 
 
@@ -137,7 +143,21 @@ def train(classifier: Classifier, data: Labelled) -> nn.Module:
                 loss.backward()
                 optimizer.step()
                 schedule.step()
+    rescale(model, classifier.outliers)
     return model.eval()
+
+
+@torch.no_grad()
+def rescale(model: nn.Module, numbers: Sequence[int]) -> None:
+    """Multiply the channels after some linear layers by powers of two, and divide the next weights by them."""
+    linear = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    for number in numbers:
+        first, second = linear[number], linear[number + 1]
+        powers = np.random.default_rng(number).integers(-MAX_POWER, MAX_POWER + 1, first.out_features)
+        factors = torch.from_numpy(np.exp2(powers).astype(np.float32))
+        first.weight *= factors[:, None]
+        first.bias *= factors
+        second.weight /= factors
 
 
 def exported(model: nn.Module, x: NDArray[np.float32]) -> onnx.ModelProto:

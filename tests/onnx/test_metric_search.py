@@ -194,7 +194,8 @@ def test_a_limit_that_cannot_be_met_is_a_warning(data, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"metric": "top1"}, SpecError, "need max_drop="),
+        ({"metric": "top2"}, SpecError, "there is no metric 'top2'"),
+        ({"labels": [1]}, ShapeError, "got 1 labels for 64 samples"),
         ({"max_drop": "x"}, SpecError, "max_drop must be a number such as 0.005"),
         ({"max_drop": -1}, SpecError, "must not be negative"),
         ({"max_drop": 0.1, "metric": "top2"}, SpecError, "there is no metric 'top2': did you mean 'top1'"),
@@ -216,6 +217,24 @@ def test_bad_input_writes_nothing(options, error, message, data, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_weight_only_recipes_need_data(tmp_path):
+def test_weight_only_recipes_need_data(data, tmp_path):
     with pytest.raises(NotCalibratedError, match="max_drop needs calibration data"):
-        qo.quantize(network(), tmp_path / "a.onnx", recipe="w4a16", max_drop=0.1)
+        qo.quantize(network(), tmp_path / "a.onnx", recipe="w4a16", max_drop=0.1, eval_data=[data["search"]])
+    with pytest.raises(NotCalibratedError, match="a metric needs eval_data= or data="):
+        qo.quantize(network(), tmp_path / "a.onnx", recipe="w4a16", metric="top1")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a16"])
+def test_a_metric_without_a_limit_is_measured(recipe, data, tmp_path):
+    calibration = [data["calib"]] if recipe == "w8a8" else None
+    report = qo.quantize(network(), tmp_path / "a.onnx", calibration, recipe, metric="top1", eval_data=[data["search"]])
+    assert report.search is None
+    assert (report.metric.name, report.metric.float_value, report.metric.samples) == ("top1", 1.0, 256)
+    assert f"top1: {report.metric}" in str(report)
+    assert report.to_dict()["metric"]["value"] == report.metric.value
+
+
+def test_one_shot_data_cannot_be_measured(data, tmp_path):
+    with pytest.raises(SpecError, match="a metric needs data that can be read twice"):
+        qo.quantize(network(), tmp_path / "a.onnx", iter([data["calib"]]), metric="top1")

@@ -37,6 +37,7 @@ from onnx import ModelProto
 
 from detent.checks import as_integer
 from detent.errors import NOTHING_QUANTIZED, NotCalibratedError, SpecError, UnsupportedError
+from detent.model_metric import MetricResult
 from detent.onnx import equalization, smoothquant
 from detent.onnx.bias_correction import CorrectedBias, corrected_biases
 from detent.onnx.calibration import (
@@ -188,6 +189,13 @@ class Decided:
     steps: tuple[str, ...] = ()
     data: DataSummary | None = None
     search: MetricSearch | None = None
+    goal: MetricGoal | None = None
+
+    def metric(self, quantized: ModelProto) -> MetricResult | None:
+        """Return the metric of the quantized model, from the search if there was one; None without a goal."""
+        if self.search is not None:
+            return self.search.after
+        return None if self.goal is None else self.goal.measure(quantized)
 
 
 def decide_with_data(
@@ -228,8 +236,8 @@ def decide_with_data(
     steps = (*map(str, equalized), *map(str, smoothed), *choice.steps)
     for step in steps:
         _log.info("%s", step)
-    decided = Decided(decisions, graph_plan, chosen, steps, calibration.summary)
-    if goal is None:
+    decided = Decided(decisions, graph_plan, chosen, steps, calibration.summary, goal=goal)
+    if goal is None or goal.max_drop is None:
         return decided
     with running("meeting max_drop"):
         if biases and choice.kept:  # the search may quantize these layers again
@@ -301,7 +309,7 @@ def _meet_goal(
     start = frozenset(choice.kept)
     trials.measure(start, decided.decisions)
     names = [line.name for line in choice.unkept_plan.quantized]
-    search = search_float_layers(names, start, trials, goal.max_drop)
+    search = search_float_layers(names, start, trials, goal.max_drop or 0.0)
     if not search.steps:
         return replace(decided, search=search)
     graph_plan = trials.plan(frozenset(search.layers))

@@ -122,7 +122,7 @@ class MetricSearch:
 
 
 class MetricGoal(NamedTuple):
-    """Goal of a search: a metric, compared with the float model on some batches, and the limit of its drop.
+    """A metric, compared with the float model on some batches, and the limit of its drop; None without a limit.
 
     ``names`` are the outputs that the metric gets.
     """
@@ -130,15 +130,24 @@ class MetricGoal(NamedTuple):
     comparison: MetricComparison
     feeds: Iterable[Feed]
     names: list[str]
-    max_drop: float
+    max_drop: float | None
 
     @classmethod
     def of(
-        cls, model: LoadedModel, batches: Batches, metric: MetricLike | None, labels: Array | None, max_drop: float
+        cls,
+        model: LoadedModel,
+        batches: Batches,
+        metric: MetricLike | None,
+        labels: Array | None,
+        max_drop: float | None,
     ) -> "MetricGoal":
         """Run the float model on all batches; fail early if the metric or the labels do not fit its outputs."""
         feeds, names = _kept(batches), array_outputs(model.proto)
         return cls(MetricComparison(metric, *collect_outputs(model, names, feeds), labels), feeds, names, max_drop)
+
+    def measure(self, model: ModelSource) -> MetricResult:
+        """Measure the metric of a quantized model."""
+        return self.comparison.measure(collect_outputs(model, self.names, self.feeds).outputs)
 
 
 class Trials(Protocol):
@@ -353,8 +362,7 @@ class ModelTrials:
 
     def measure(self, layers: Layers, decisions: Decisions) -> MetricResult:
         """Measure the metric of the model with these decisions, and use it as the result of ``layers``."""
-        outputs = collect_outputs(self._rewritten(decisions), self._goal.names, self._goal.feeds).outputs
-        self._results[layers] = self._goal.comparison.measure(outputs)
+        self._results[layers] = self._goal.measure(self._rewritten(decisions))
         return self._results[layers]
 
     def nbytes(self, layers: Layers) -> int:

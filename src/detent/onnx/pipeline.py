@@ -27,7 +27,7 @@ from detent.codec import encode
 from detent.errors import NotCalibratedError, SpecError
 from detent.granularity import PerGroup
 from detent.metrics import OutputComparison, worst_output
-from detent.model_metric import MetricLike, get_metric, parse_drop
+from detent.model_metric import MetricLike, MetricResult, get_metric, parse_drop
 from detent.onnx.accuracy_passes import Decided, Effort, KeepFloat, Options, RunOptions, decide_with_data, reject_empty
 from detent.onnx.calibration import Progress
 from detent.onnx.decisions import Decisions
@@ -129,6 +129,7 @@ class QuantizeReport:
         samples: number of calibration samples.
         passes: maps the name of each pass to its wall time in seconds.
         search: the search for layers to keep in float, if ``max_drop`` was set.
+        metric: the metric of both models on ``eval_data``; None without ``metric``, ``labels`` and ``max_drop``.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
@@ -156,6 +157,7 @@ class QuantizeReport:
     samples: int = 0
     passes: Mapping[str, float] = field(default_factory=dict)
     search: MetricSearch | None = None
+    metric: MetricResult | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values; numbers may be infinite."""
@@ -173,6 +175,7 @@ class QuantizeReport:
             "hints": list(self.hints),
             "warnings": [each._asdict() for each in self.warnings],
             "passes": dict(self.passes),
+            "metric": None if self.metric is None else self.metric.to_dict(),
             "max_drop_search": None if self.search is None else self.search.to_dict(),
             **{name: getattr(self, name) for name in names},
         }
@@ -195,7 +198,15 @@ class QuantizeReport:
     def _notes(self) -> list[str]:
         """Return the lines below the table."""
         skipped = (f"output {name!r} not compared: {reason}" for name, reason in self.not_compared.items())
-        return [*self.steps, self._summary(), *skipped, *self.hints, *(f"warning: {each}" for each in self.warnings)]
+        metric = [] if self.metric is None else [f"{self.metric.name}: {self.metric}"]
+        return [
+            *self.steps,
+            self._summary(),
+            *metric,
+            *skipped,
+            *self.hints,
+            *(f"warning: {each}" for each in self.warnings),
+        ]
 
     def _summary(self) -> str:
         quantized = sum(not layer.reason for layer in self.layers)
@@ -281,7 +292,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         metric: "top1", "cosine", "iou", "module:function", or a function of outputs, or of outputs and labels, that
             returns one number; higher is better. None stands for "auto": top1 with labels, and otherwise the measure
             that fits the first output, compared with the float model.
-        eval_data: batches on which the search for ``max_drop`` measures the metric; by default, the calibration data.
+        eval_data: batches on which the metric is measured, also by the search; by default, the calibration data. To
+            evaluate on samples that the search has not seen, use ``qe.quantize_and_evaluate``.
         labels: one label per sample of ``eval_data``, for the metric.
 
     Raises:
@@ -306,7 +318,7 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     """
     start = time.perf_counter()
     options = Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort)
-    search = SearchOptions.of(max_drop, metric, eval_data, labels)
+    metric_options = MetricOptions.of(max_drop, metric, eval_data, labels)
     rules, target = get_recipe(recipe), get_target(target)
     path = _output_path(model, output, recipe)
     check_directory(path.parent)
@@ -314,16 +326,18 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     with listening(lambda name, seconds: passes.update({name: passes.get(name, 0.0) + seconds})):
         original = _load(model)
         run = RunOptions(memory_budget, progress, resume_file)
-        decided = _decide(original, data, rules, target, options, run, search, force=force)
+        decided = _decide(original, data, rules, target, options, run, metric_options, force=force)
         with running("rewriting"):
             quantized = rewrite(original, decided.decisions)
         samples = decided.samples if compare else ()
         with running("comparing outputs"):
             names = array_outputs(quantized) if samples else []
             comparison = compare_outputs(original, quantized, names, samples) if names else OutputComparison(())
+        with running("measuring the metric"):
+            result = decided.metric(quantized)
         with running("writing"):
             report = _finish(path, decided, original.nbytes, quantized, comparison)
-    return replace(report, seconds=time.perf_counter() - start, passes=passes)
+    return replace(report, seconds=time.perf_counter() - start, passes=passes, metric=result)
 
 
 def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path:
@@ -389,17 +403,17 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     (array([1.], dtype=float32), (51.0, 51.0))
     """
     options = Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort)
-    search = SearchOptions.of(max_drop, metric, eval_data, labels)
+    metric_options = MetricOptions.of(max_drop, metric, eval_data, labels)
     recipe, target = get_recipe(recipe), get_target(target)
     run = RunOptions(memory_budget, progress, resume_file)
-    return _decide(_load(model), data, recipe, target, options, run, search, force=force).decisions
+    return _decide(_load(model), data, recipe, target, options, run, metric_options, force=force).decisions
 
 
 @dataclass(frozen=True)
-class SearchOptions:
-    """Arguments of ``quantize`` that limit the drop of a metric."""
+class MetricOptions:
+    """Arguments of ``quantize`` about a metric; without ``max_drop``, it is only measured."""
 
-    max_drop: float
+    max_drop: float | None
     metric: MetricLike | None = None
     eval_data: BatchSource | None = None
     labels: NDArray[Any] | None = None
@@ -411,29 +425,29 @@ class SearchOptions:
         metric: MetricLike | None,
         eval_data: BatchSource | None,
         labels: ArrayLike | None,
-    ) -> "SearchOptions | None":
-        """Check the arguments, and return None without a limit."""
-        if max_drop is None:
-            if metric is not None or eval_data is not None or labels is not None:
-                raise SpecError(
-                    "metric=, eval_data= and labels= need max_drop= here: pass it, or call qe.quantize_and_evaluate, "
-                    "which measures a metric without a limit, too"
-                )
+    ) -> "MetricOptions | None":
+        """Check the arguments, and return None if all of them are None."""
+        if all(each is None for each in (max_drop, metric, eval_data, labels)):
             return None
         if metric is not None:
             get_metric(metric)  # fail early
-        return cls(parse_drop(max_drop), metric, eval_data, None if labels is None else as_array("labels", labels))
+        limit = None if max_drop is None else parse_drop(max_drop)
+        return cls(limit, metric, eval_data, None if labels is None else as_array("labels", labels))
 
     @property
     def name(self) -> str:
         """Name of the metric; "" if it is chosen by the outputs."""
         return "" if self.metric is None else get_metric(self.metric).name
 
-    def goal(self, model: LoadedModel, calibration: Batches) -> MetricGoal:
-        """Run the float model on the data of the search, and return the goal."""
-        if self.eval_data is None and not calibration.is_repeatable:
-            raise SpecError("max_drop needs data that can be read twice: pass data as a list, or pass eval_data=")
-        batches = calibration if self.eval_data is None else open_batches(self.eval_data, model.inputs)
+    def goal(self, model: LoadedModel, calibration: Batches | None) -> MetricGoal:
+        """Run the float model on the evaluation data, and return the goal."""
+        source = calibration if self.eval_data is None else self.eval_data
+        if source is None or (calibration is None and self.max_drop is not None):
+            what = "a metric needs eval_data= or data=" if self.max_drop is None else "max_drop needs calibration data"
+            raise NotCalibratedError(f"{what}, also for weight-only recipes: pass data= (--data)")
+        batches = open_batches(source, model.inputs)
+        if batches is calibration and not batches.is_repeatable:
+            raise SpecError("a metric needs data that can be read twice: pass data as a list, or pass eval_data=")
         with running("running the float model"):
             return MetricGoal.of(model, batches, self.metric, self.labels, self.max_drop)
 
@@ -450,18 +464,14 @@ def _decide(
     target: Target,
     options: Options,
     run: RunOptions,
-    search: "SearchOptions | None",
+    metric: MetricOptions | None,
     *,
     force: bool,
 ) -> Decided:
     batches = _checked_data(original, data, recipe)
-    if search is not None:
-        if batches is None:
-            raise NotCalibratedError(
-                "max_drop needs calibration data, also for weight-only recipes: pass data= (--data)"
-            )
-        options = replace(options, max_drop=search.max_drop, metric=search.name)
-    goal = None if search is None or batches is None else search.goal(original, batches)
+    goal = None if metric is None else metric.goal(original, batches)
+    if metric is not None and metric.max_drop is not None:
+        options = replace(options, max_drop=metric.max_drop, metric=metric.name)
     first = None if batches is None else batches.check_first()
     own_opset, opset = Graph(original.proto).opset, needed_opset(low_bits=_needs_low_bits(recipe))
     with running("preparing the model"):
@@ -486,7 +496,8 @@ def _decide(
     if own_opset < facts.opset:
         steps = (f"converted from opset {own_opset} to {facts.opset}; outputs not compared, because data is missing",)
     with running("choosing weight scales"):
-        return Decided(replace(facts, layers=layer_decisions(graph_plan, {}, {})), graph_plan, (), steps)
+        decisions = replace(facts, layers=layer_decisions(graph_plan, {}, {}))
+        return Decided(decisions, graph_plan, (), steps, goal=goal)
 
 
 def _checked_data(model: LoadedModel, data: BatchSource | None, recipe: Recipe) -> Batches | None:
