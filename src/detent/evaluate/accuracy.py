@@ -213,6 +213,13 @@ class Accuracy:
         """Lowest SQNR of all outputs, or None if no output has a float type."""
         return self.outputs_sqnr_db.get(self.worst_output)
 
+    @property
+    def labeled_scores(self) -> list[tuple[str, str]]:
+        """Pairs of label and text for the measures of all outputs, without the first one if it is ``agreement``."""
+        shown = list(self.scores.items())[1 if self.agreement is not None else 0 :]
+        names = {name: f" of {name}" if len(self.scores) > 1 else "" for name in self.scores}
+        return [(f"{score.measure}{names[name]}", str(score)) for name, score in shown]
+
 
 def measure_accuracy(
     source: ModelSource,

@@ -6,7 +6,7 @@ because the file is already written.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -28,7 +28,6 @@ from detent.onnx_model.batches import BatchSource
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.targets import has_vnni, mismatch
-from detent.output_measures import OutputScore
 from detent.recipe import Recipe
 from detent.tables import bytes_text, counted, html_table
 from detent.verification import VerifyReport, verify
@@ -165,7 +164,10 @@ class Evaluation:
         if self.accuracy.metric is not None:
             facts.append((self.accuracy.metric.name, str(self.accuracy.metric)))
         facts += self._drop_facts()
-        facts += self._score_facts(self.accuracy.scores)
+        scores = self.accuracy.labeled_scores
+        facts += scores[:MAX_OUTPUTS_SHOWN]
+        if len(scores) > MAX_OUTPUTS_SHOWN:
+            facts.append(("other outputs", f"{len(scores) - MAX_OUTPUTS_SHOWN:,} more, see --json"))
         skipped = list(self.accuracy.not_compared.items())[:MAX_OUTPUTS_SHOWN]
         return [*facts, *((f"output {name}", f"not compared: {reason}") for name, reason in skipped)]
 
@@ -177,15 +179,6 @@ class Evaluation:
         sizes = f"weights {bytes_text(search.nbytes_before)} -> {bytes_text(search.nbytes_after)}"
         change = f"{counted(len(search.steps), 'step')}, {sizes}" if search.steps else "without a change"
         return [("max_drop", f"{search.max_drop:g} {met}, {change}")]
-
-    def _score_facts(self, scores: Mapping[str, OutputScore]) -> list[tuple[str, str]]:
-        """Name the measure of each output and its value; the agreement of the first output has a line of its own."""
-        has_agreement = self.accuracy is not None and self.accuracy.agreement is not None
-        shown = list(scores.items())[1 if has_agreement else 0 :]
-        labels = [each.measure if len(scores) == 1 else f"{each.measure} of {name}" for name, each in shown]
-        facts = [(label, str(each)) for label, (_, each) in zip(labels, shown, strict=True)]
-        more = [("other outputs", f"{len(facts) - MAX_OUTPUTS_SHOWN:,} more, see --json")]
-        return facts if len(facts) <= MAX_OUTPUTS_SHOWN else [*facts[:MAX_OUTPUTS_SHOWN], *more]
 
     def _kernel_facts(self) -> list[tuple[str, str]]:
         layers = self.result.layers

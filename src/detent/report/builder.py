@@ -151,11 +151,8 @@ def _search_steps(evaluation: "Evaluation") -> list[Table]:
 
 def _scores(evaluation: "Evaluation") -> dict[str, str]:
     """Return the measure of each output as a fact."""
-    scores = {} if evaluation.accuracy is None else evaluation.accuracy.scores
-    names = {name: f" of {name}" if len(scores) > 1 else "" for name in scores}
-    return {
-        f"{score.measure[:1].upper()}{score.measure[1:]}{names[name]}": str(score) for name, score in scores.items()
-    }
+    scores = [] if evaluation.accuracy is None else evaluation.accuracy.labeled_scores
+    return {f"{label[:1].upper()}{label[1:]}": text for label, text in scores}
 
 
 def _warnings(evaluation: "Evaluation") -> dict[str, str]:
