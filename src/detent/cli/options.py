@@ -60,7 +60,7 @@ BatchSize = Annotated[
         "--batch-size",
         min=1,
         metavar="N",
-        help="Samples per batch of an .npz or .npy file.",
+        help="Samples per batch of .npy, .npz.",
         show_default="1, or the model's",
         rich_help_panel=DATA,
     ),
