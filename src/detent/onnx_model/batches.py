@@ -128,7 +128,7 @@ class ArrayFile:
             return {name: _read(file, header, header.shape) for name, (header, file) in parts.items()}
 
     def slices(self, step: int, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Array]]:
-        """Yield dicts from names to slices: each array is cut along its first axis, every ``step`` elements.
+        """Cut all arrays along their first axis into slices of length ``step``; yield dicts from names to slices.
 
         The last slice may be shorter. ``numbers`` are the indices of the slices to read, in ascending order; None reads
         all slices.

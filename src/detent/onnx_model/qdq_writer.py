@@ -193,7 +193,7 @@ class Pair(NamedTuple):
 
 
 class QdqWriter:
-    """Adds the constants of Q/DQ nodes to a graph, and makes the nodes; the caller inserts the nodes.
+    """Writer of Q/DQ nodes: adds their constants to a graph, and makes the nodes; the caller inserts the nodes.
 
     ``bounds`` are the suffixes of the names of a Clip's two bounds. Nodes are named ``<stem>_<operator>`` if
     ``named_by_operator``, otherwise ``<output>_node``.

@@ -219,7 +219,7 @@ def optimized(model: ModelSource) -> ModelProto:
 
 
 def _rename_shadowing(graph: GraphProto, outer: Set[str]) -> None:
-    """Rename tensors of subgraphs that shadow an outer name; ONNX Runtime writes such graphs, but rejects them.
+    """Rename tensors of subgraphs that shadow an outer name; ONNX Runtime writes such graphs, but cannot load them.
 
     ONNX Runtime restarts the numbering of some tensors (``reorder_token_0``) in each subgraph.
     """
@@ -513,7 +513,7 @@ def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, th
 def record_in_parts(
     model: ModelProto, names: Iterable[str], feeds: Sequence[Feed], budget: int | None = None
 ) -> Iterator[tuple[int, Feed]]:
-    """Run a model on each batch; yield the number of the batch and some of the tensors, by name.
+    """Run a model on each batch; yield the index of the batch and a dict with some of the named tensors.
 
     The tensors that are yielded together take at most ``budget`` bytes, unless one of them is larger. For each part of
     the tensors, the model runs on all batches. The tensors are freed when the next ones are computed.
