@@ -91,7 +91,7 @@ def test_an_iterator_gives_its_first_samples_and_is_read_once():
 @pytest.mark.parametrize(("count", "fitted", "evaluated"), [(1, 1, 1), (2, 1, 1), (5, 3, 2), (32, 24, 8)])
 def test_fitted_and_evaluated_samples_do_not_overlap(count, fitted, evaluated):
     feeds = images(count, batch=1)
-    split = Samples.of(feeds, every=32, compared=16)
+    split = Samples.of(feeds, max_samples=32, num_compared=16)
     assert (len(split.fitted), len(split.evaluated)) == (fitted, evaluated)
     assert count == 1 or equal([*split.fitted, *split.evaluated], feeds)
     assert equal(split.compared, feeds[-16:])
