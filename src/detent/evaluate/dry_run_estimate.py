@@ -156,7 +156,7 @@ def _run_worker(request: Mapping[str, Any]) -> tuple[int, str, str]:
 
 
 def _worker_main() -> None:
-    """Main function of the other process: read a request from stdin, and write an answer to stdout."""
+    """Read a request from stdin, quantize, and write an answer to stdout, in the other process."""
     request = json.loads(sys.stdin.read())
     try:
         answer = _quantize(request)

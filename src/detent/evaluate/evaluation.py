@@ -301,7 +301,7 @@ class _TooLongError(Exception):
 
 
 class _Evaluator:
-    """Runs the checks of one evaluation, and collects warnings."""
+    """Runner of the checks of one evaluation, which also collects warnings."""
 
     def __init__(
         self, source: LoadedModel, result: QuantizeReport, split: Split | None, progress: StageProgress | None

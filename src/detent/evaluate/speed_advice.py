@@ -156,7 +156,7 @@ class _Trials:
             )
 
     def skipping(self, names: Sequence[str]) -> Iterator[_Option]:
-        """Yield ``--skip`` for the first layer or for all layers in ``names``: the faster of the two, if it helps."""
+        """Yield ``--skip`` for the first layer in ``names`` or for all of them, whichever is faster, if it helps."""
         plan, decisions = self.result.plan, self.result.decisions
         if decisions is None:
             return

@@ -90,7 +90,7 @@ def search(
     announce: Callable[[Cost], object] | None,
     progress: Progress,
 ) -> Mix:
-    """Search for the best allocation with at most ``runs`` runs, and return it with its measured SQNR.
+    """Search for the best allocation in at most ``runs`` runs of the model; return it with its measured SQNR.
 
     ``starts`` are the allocations to run first.
     """

@@ -1,8 +1,8 @@
 """Layer runner for ONNX models. One ``SwitchableModel`` runs all layers with all candidates.
 
 If a recipe quantizes activations, the input of each layer passes through a Q/DQ pair. A switch turns the pair on, for
-this layer only. The params are those that ``qo.quantize`` would write with the observer of the layer's rule. If
-decisions are measured, the params are those of the quantized file.
+this layer only. The params are the same as ``qo.quantize`` would write with the observer of the layer's rule. If
+decisions are measured, the params come from the quantized file.
 """
 
 from collections import defaultdict
