@@ -127,7 +127,10 @@ class OutputComparison:
         self._sample_powers: dict[str, list[tuple[Array, Array]]] = {}  # one (signal, noise) pair per batch
 
     def add(self, expected: Sequence[Array], got: Sequence[Array], samples: int = 1) -> None:
-        """Add a batch of ``samples`` samples: outputs of the first model (``expected``) and of the second (``got``)."""
+        """Add the outputs of the first model (``expected``) and of the second (``got``) for one batch.
+
+        ``samples`` is the number of samples in the batch.
+        """
         self.batches += 1
         self.samples += samples
         for i, (name, x, y) in enumerate(zip(self._names, expected, got, strict=True)):
@@ -194,7 +197,7 @@ class OutputComparison:
 
     @property
     def agreement_counts(self) -> tuple[int, int]:
-        """The number of samples with equal classes and of all samples, or (0, 0) if ``agreement`` is None."""
+        """The number of samples with equal classes, and the number of all samples; (0, 0) if ``agreement`` is None."""
         return (0, 0) if self.agreement is None else (self._agreeing, self._rows)
 
     @property

@@ -377,7 +377,7 @@ def code_dtype(spec: QuantSpec) -> np.dtype[Any]:
 
 
 def parameter_bits(spec: QuantSpec, sets: int, float_bits: int = 32) -> int:
-    """Return the total bit count of ``sets`` scales, of zero points (affine specs) and of a tensor scale (NVFP4)."""
+    """Return how many bits ``sets`` scales need, including zero points (affine specs) and the tensor scale (NVFP4)."""
     scale_bits = float_bits if spec.scale_format == "float" else 8
     tensor_bits = 32 if spec.scale_format == "e4m3" else 0
     return sets * (scale_bits + (0 if spec.symmetric else spec.bits)) + tensor_bits
