@@ -4,8 +4,8 @@
 
     python benchmarks/onnx_stability.py [--models A B] [--output FILE]
 
-The models are fresh models of ``onnx_unseen``, and so are the samples on which the SQNR is measured; calibration never sees
-them. Three goals are checked:
+The models are fresh models of ``onnx_unseen``, and so are the samples on which the SQNR is measured; calibration never
+sees them. Three goals are checked:
 
 - The SQNR with other orders of the data, and with batches of 1, 8 and 32 samples, differs by at most 0.5 dB.
 - The SQNR with 128 and 256 samples is at most 0.3 dB below the SQNR with 32 samples.
