@@ -347,8 +347,8 @@ def _check_scale_format(spec: QuantSpec) -> None:
         raise SpecError(f"got scale_format={spec.scale_format!r}, expected one of {', '.join(get_args(ScaleFormat))}")
     if spec.scale_format != "float" and spec.format.kind != "float":
         raise SpecError(
-            f"got scale_format={spec.scale_format!r} for {spec.format.name}, but only float formats support it: "
-            "use scale_format='float'"
+            f"got scale_format={spec.scale_format!r} for {spec.format.name}, but only small floats such as "
+            "float4_e2m1fn support it: use scale_format='float'"
         )
 
 

@@ -284,7 +284,7 @@ def _without_shared(graph: Graph, layers: Mapping[str, Layer], lines: Iterable[L
     quantized = {line.name: layers[line.name].weight for line in lines if line.is_quantized}
     reasons = {weight: _float_reader(graph, weight, quantized) for weight in dict.fromkeys(quantized.values())}
     texts = {
-        name: f"{reasons[weight]} also needs its weight in float, so codes would make the file larger"
+        name: f"{reasons[weight]} also reads this weight in float, so storing codes as well would make the file larger"
         for name, weight in quantized.items()
         if reasons[weight]
     }

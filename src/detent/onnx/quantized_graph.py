@@ -360,7 +360,7 @@ def _layer_problem(
         if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
             return (
                 f"input= is a spec, but the layer's input {layer.data!r} has no placement for this layer: "
-                "add a placement, add the layer to its readers=, or set input=None"
+                "add a placement, add the layer to the placement's readers=, or set input=None"
             )
     if line.bias is not None and (problem := _bias_problem(graph, layer, line.bias, params)):
         return problem

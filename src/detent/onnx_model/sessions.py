@@ -428,7 +428,7 @@ def tensor_nbytes(
 
 
 def split_by_bytes(model: ModelProto, names: Iterable[str], feeds: Feed, budget: int | None) -> list[list[str]]:
-    """Split tensor names into parts of at most ``budget`` bytes each for one batch; without a budget, into one part.
+    """Split tensor names into parts whose tensors take at most ``budget`` bytes in one batch; None makes one part.
 
     A tensor that is larger than the budget is a part of its own. Inputs of the model take no bytes.
     """

@@ -156,7 +156,7 @@ CPUINFO_BYTES = 1 << 16  # this many bytes are read, enough for the first CPU
 
 
 def has_vnni() -> bool | None:
-    """Return whether this CPU has VNNI, which adds products of bytes to 32-bit sums, or None if unknown."""
+    """Return whether this CPU has VNNI (exact sums of byte products in 32 bits); None means unknown."""
     flags = _flags()
     return None if flags is None else any(flag.endswith("_vnni") for flag in flags)
 
