@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-HEAVY = frozenset({"jax", "onnx", "onnxruntime", "openvino", "safetensors", "scipy", "torch"})
+HEAVY = frozenset({"PIL", "jax", "onnx", "onnxruntime", "openvino", "safetensors", "scipy", "tokenizers", "torch"})
 TIMEOUT = 60
 
 

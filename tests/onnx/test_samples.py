@@ -10,7 +10,8 @@ import detent as dt
 import detent.onnx as qo
 from detent.onnx import samples
 from detent.onnx.samples import SampleChooser, Samples, choose_samples
-from detent.onnx_model.batches import inputs_of, open_batches
+from detent.onnx_model.batches import open_batches
+from detent.onnx_model.model_inputs import inputs_of
 
 
 def chosen(model, feeds):

@@ -14,7 +14,8 @@ from detent.errors import DtypeError, NotCalibratedError, RangeError, ShapeError
 from detent.onnx.graph_plan import weight_params
 from detent.onnx.layer_error import SwitchableModel
 from detent.onnx_model import make_session
-from detent.onnx_model.batches import inputs_of, open_batches
+from detent.onnx_model.batches import open_batches
+from detent.onnx_model.model_inputs import inputs_of
 from detent.sensitivity.bench import OutputNoise
 
 EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}

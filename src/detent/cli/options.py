@@ -1,9 +1,14 @@
 """Options that several commands share, and the titles of the groups in which the help lists options."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from detent.errors import SpecError
+
+if TYPE_CHECKING:
+    from detent.onnx_model import DataFiles
 
 __all__ = [
     "ACCURACY",
@@ -15,10 +20,13 @@ __all__ = [
     "CalibrationData",
     "Data",
     "Force",
+    "Preprocess",
     "Quiet",
     "Report",
     "Skip",
+    "Tokenizer",
     "Verbose",
+    "data_files",
     "recipe_file",
 ]
 
@@ -34,7 +42,7 @@ Data = Annotated[
         "--data",
         "-d",
         metavar="PATH",
-        help="Batches: .npz, .npy, or a directory of such files.",
+        help=".npz, .npy, images, .wav, .txt, or a directory.",
         show_default=False,
         rich_help_panel=DATA,
     ),
@@ -45,7 +53,7 @@ CalibrationData = Annotated[
         "--data",
         "-d",
         metavar="PATH",
-        help="Calibration data: .npz, .npy or a directory.",
+        help=".npz, .npy, images, .wav, .txt, or a directory.",
         show_default=False,
         rich_help_panel=DATA,
     ),
@@ -56,10 +64,24 @@ BatchSize = Annotated[
         "--batch-size",
         min=1,
         metavar="N",
-        help="Samples per batch of an .npz or .npy file.",
+        help="Samples per batch.",
         show_default="1, or the model's",
         rich_help_panel=DATA,
     ),
+]
+Preprocess = Annotated[
+    str | None,
+    typer.Option(
+        "--preprocess",
+        metavar="TEXT",
+        help="imagenet, 0..1, -1..1, mean=..., size=...",
+        show_default="guessed",
+        rich_help_panel=DATA,
+    ),
+]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", metavar="FILE", help="The tokenizer.json for a .txt file.", hidden=True),
 ]
 Skip = Annotated[
     list[str] | None,
@@ -83,3 +105,17 @@ Report = Annotated[
 def recipe_file(recipe: str) -> Path | None:
     """Return the path if the recipe is a file, and None if it is a preset."""
     return Path(recipe) if Path(recipe).suffix.lower() in {".toml", ".json"} else None
+
+
+def data_files(
+    data: Path | None, batch_size: int | None, preprocess: str | None, tokenizer: Path | None
+) -> "DataFiles | None":
+    """Return the value of --data with its options; None without --data."""
+    from detent.onnx_model import DataFiles  # noqa: PLC0415 - it loads ONNX
+
+    if data is not None:
+        return DataFiles(data, batch_size, preprocess, tokenizer)
+    for option, value in (("--preprocess", preprocess), ("--tokenizer", tokenizer)):
+        if value is not None:
+            raise SpecError(f"got {option}, but no data: pass --data, or drop {option}")
+    return None

@@ -26,10 +26,13 @@ from detent.cli.options import (
     BatchSize,
     CalibrationData,
     Force,
+    Preprocess,
     Quiet,
     Report,
     Skip,
+    Tokenizer,
     Verbose,
+    data_files,
     recipe_file,
 )
 from detent.cli.screen import Screen
@@ -60,6 +63,8 @@ def run(
     *,
     data: CalibrationData = None,
     batch_size: BatchSize = None,
+    preprocess: Preprocess = None,
+    tokenizer: Tokenizer = None,
     memory_budget: Annotated[
         str | None,
         typer.Option(
@@ -75,9 +80,7 @@ def run(
     ] = None,
     allow_quantized: Annotated[
         bool,
-        typer.Option(
-            "--allow-quantized", help="Accept a model that is already partly quantized.", rich_help_panel=DATA
-        ),
+        typer.Option("--allow-quantized", help="Accept a model that is already partly quantized.", hidden=True),
     ] = False,
     recipe: Annotated[
         str,
@@ -203,17 +206,18 @@ def run(
     }
     _check_options(options)
     output_path = output if output is not None else default_output(model, recipe)
-    read = {"--data": data, "--recipe": recipe_file(recipe), "--resume-file": resume_file}
+    read = {"--data": data, "--recipe": recipe_file(recipe), "--resume-file": resume_file, "--tokenizer": tokenizer}
     _check_files(model, output_path, report, read, force=force, dry_run=dry_run)
     _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)
     source = load_model(model)
-    split = None if data is None else qe.split_batches(source, data, batch_size)
-    _check_data(source, split, agreement=fail_below_agreement is not None)
+    files = data_files(data, batch_size, preprocess, tokenizer)
+    split = None if files is None else qe.split_batches(source, files)
+    _check_data(screen, source, split, agreement=fail_below_agreement is not None)
     warnings = _target_warnings(screen, target)
     if dry_run:
         screen.note("dry run: quantizing the first batches in a subprocess")
         numbers = None if split is None else split.calibration.numbers
-        estimate = qe.dry_run(model, data, batch_size=batch_size, numbers=numbers, **options)
+        estimate = qe.dry_run(model, files, numbers=numbers, **options)
         _show_estimate(screen, estimate, output_path, force=force)
         screen.emit(
             {
@@ -274,15 +278,16 @@ def _run(
     return evaluation
 
 
-def _check_data(source: "LoadedModel", split: "Split | None", *, agreement: bool) -> None:
-    """Fail early if the data do not fit the model.
+def _check_data(screen: Screen, source: "LoadedModel", split: "Split | None", *, agreement: bool) -> None:
+    """Fail early if the data do not fit the model, and print notes about the data.
 
     If ``agreement`` is True, also fail if the first output has neither class scores nor labels.
     """
     from detent.evaluate import check_supports_agreement  # noqa: PLC0415 - already loaded
 
     if split is not None:
-        first = split.calibration.check_first()
+        first = split.check()
+        screen.note(*split.calibration.notes)
         if agreement:
             check_supports_agreement(source, first)
 

@@ -18,8 +18,9 @@ from detent.errors import SpecError
 from detent.metrics import OutputComparison, worst_output
 from detent.onnx.pipeline import compare_outputs
 from detent.onnx.quality_warnings import QuantizeWarning, accuracy_warnings
-from detent.onnx_model.batches import Batches, BatchSource, Feed, open_batches
+from detent.onnx_model.batches import Batches, BatchSource, open_batches
 from detent.onnx_model.files import ModelSource, load_model
+from detent.onnx_model.model_inputs import Feed
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 from detent.tables import counted
 
@@ -38,6 +39,16 @@ class Split:
     evaluation: Batches
     is_held_out: bool  # True if no evaluation batch is used for calibration
 
+    def check(self) -> Feed:
+        """Read the held-out batches and the first calibration batch, and return this one.
+
+        A damaged file among the held-out batches is then an error before anything is written.
+        """
+        if self.is_held_out:
+            for _ in self.evaluation:
+                pass
+        return self.calibration.check_first()
+
     def __str__(self) -> str:
         if self.is_held_out:
             return f"{self.evaluation.count:,} held-out batches"
@@ -47,15 +58,16 @@ class Split:
 def split_batches(model: ModelSource, data: BatchSource, batch_size: int | None = None) -> Split:
     """Split data into calibration and held-out batches, without reading the data.
 
+    Only data without a length, such as a callable, are read once to count the batches.
+
     Args:
         model: the model that will run on the data.
-        data: batches, an .npz or .npy file, or a directory of such files; see ``qo.quantize``. An iterator cannot be
-            split.
-        batch_size: samples per batch of an .npz or .npy file; None uses the model's fixed batch size, or 1 if the batch
-            axis is dynamic.
+        data: batches, a file or a directory; see ``qo.quantize``. An iterator cannot be split.
+        batch_size: samples per batch of files; None uses the model's fixed batch size, or 1 if the batch axis is
+            dynamic.
 
     Raises:
-        SpecError: the number of batches is unknown, or the data can be read only once.
+        SpecError: the data can be read only once.
         FileFormatError, ShapeError, DtypeError: the data are malformed, or do not fit the model.
 
     >>> import numpy as np
@@ -66,14 +78,9 @@ def split_batches(model: ModelSource, data: BatchSource, batch_size: int | None 
     >>> split.calibration.count, list(split.evaluation.numbers), str(split)
     (27, [9, 19, 29], '3 held-out batches')
     """
-    batches = open_batches(data, load_model(model).inputs, batch_size)
-    if batches.count is None or not batches.is_repeatable:
-        raise SpecError(
-            "data cannot be split, because its length is unknown or it can be read only once: pass a list, a file or "
-            "a directory"
-        )
-    numbers = range(batches.count)
-    if batches.count < MIN_BATCHES_TO_HOLD_OUT:
+    batches = open_batches(data, load_model(model).inputs, batch_size).with_count()
+    numbers = range(batches.count or 0)
+    if len(numbers) < MIN_BATCHES_TO_HOLD_OUT:
         return Split(batches, batches.first(EVALUATION_BATCHES), is_held_out=False)
     held_out = numbers[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     rest = [number for number in numbers if number not in held_out]

@@ -244,7 +244,7 @@ def quantize_and_evaluate(
         data: batches. None is possible for weight-only recipes; the quantized model is then not compared with the float
             model.
         recipe: as for ``qo.quantize``.
-        batch_size: samples per batch of an .npz or .npy file; see ``split_batches``.
+        batch_size: samples per batch of files; see ``split_batches``.
         checks: the checks to run besides accuracy.
         progress: callback f(stage, done, total) with the name of the stage; total is None if unknown.
         options: further arguments of ``qo.quantize``.
@@ -264,6 +264,8 @@ def quantize_and_evaluate(
     """
     source = load_model(model)
     split = None if data is None else split_batches(source, data, batch_size)
+    if split is not None:
+        split.check()
     calibration = None if split is None else split.calibration
     stage = None if progress is None else partial(progress, "calibrating")
     # If nothing is held out, qo.quantize need not compare outputs: evaluation does so on the same batches.

@@ -69,8 +69,9 @@ from detent.onnx.quantized_graph import layer_decisions, placed
 from detent.onnx.range_search import MIN_SAMPLES as MIN_RANGE_SAMPLES
 from detent.onnx.range_search import ChosenRanges, SampleBounds, search_ranges
 from detent.onnx.samples import Samples, choose_samples
-from detent.onnx_model.batches import Batches, inputs_of, open_batches, samples_in
+from detent.onnx_model.batches import Batches, open_batches, samples_in
 from detent.onnx_model.files import copied
+from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 from detent.rule import ObserverLike, get_observer_spec
 

@@ -32,8 +32,9 @@ from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.layer_error import IsolatedLayers, noise, power
 from detent.onnx.quality_warnings import DataSummary
 from detent.onnx.samples import SampleChooser
-from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
+from detent.onnx_model.batches import Batches, BatchSource, open_batches
 from detent.onnx_model.graph import Graph, reads
+from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.sessions import record, split_by_bytes
 from detent.ops import fake_quantize
 from detent.params import QuantParams

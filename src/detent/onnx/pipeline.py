@@ -125,6 +125,7 @@ class QuantizeReport:
         warnings: warnings about low accuracy, a larger file, suspicious data, and layers in float.
         samples: number of calibration samples.
         passes: maps the name of each pass to its wall time in seconds.
+        data_notes: the kind of data files and their preprocessing, and types that were converted.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
@@ -151,6 +152,7 @@ class QuantizeReport:
     warnings: tuple[QuantizeWarning, ...] = ()
     samples: int = 0
     passes: Mapping[str, float] = field(default_factory=dict)
+    data_notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values; numbers may be infinite."""
@@ -168,6 +170,7 @@ class QuantizeReport:
             "hints": list(self.hints),
             "warnings": [each._asdict() for each in self.warnings],
             "passes": dict(self.passes),
+            "data_notes": list(self.data_notes),
             **{name: getattr(self, name) for name in names},
         }
 
@@ -189,7 +192,8 @@ class QuantizeReport:
     def _notes(self) -> list[str]:
         """Return the lines below the table."""
         skipped = (f"output {name!r} not compared: {reason}" for name, reason in self.not_compared.items())
-        return [*self.steps, self._summary(), *skipped, *self.hints, *(f"warning: {each}" for each in self.warnings)]
+        warnings = (f"warning: {each}" for each in self.warnings)
+        return [*self.data_notes, *self.steps, self._summary(), *skipped, *self.hints, *warnings]
 
     def _summary(self) -> str:
         quantized = sum(not layer.reason for layer in self.layers)
@@ -238,8 +242,9 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         model: a float32 model, as a path, a ModelProto, or a result of ``detent.onnx_model.load_model``.
         output: the file to write; an existing file is replaced atomically. None writes ``<model>.<recipe>.onnx`` next
             to the model file. For a ModelProto, which has no file, ``output`` is required.
-        data: calibration batches: an iterable of dicts, tuples or arrays, an .npz or .npy file, or a directory of such
-            files. Weight-only recipes need no data.
+        data: calibration batches: an iterable of dicts, tuples or arrays, a callable that returns one, a data loader,
+            an .npz, .npy, image or .wav file, or a directory of such files. A ``detent.onnx_model.DataFiles`` also has
+            options such as preprocessing or a tokenizer for texts. Weight-only recipes need no data.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         target: the runtime that the file is for, such as "onnxruntime-avx2".
         observer: observer for activations; None searches margins of ranges, and ranges to clip. The range of a rule's
@@ -294,7 +299,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     with listening(lambda name, seconds: passes.update({name: passes.get(name, 0.0) + seconds})):
         original = _load(model)
         run = RunOptions(memory_budget, progress, resume_file)
-        decided = _decide(original, data, rules, target, options, run, force=force)
+        batches = _checked_data(original, data, rules)
+        decided = _decide(original, batches, rules, target, options, run, force=force)
         with running("rewriting"):
             quantized = rewrite(original, decided.decisions)
         samples = decided.samples if compare else ()
@@ -303,7 +309,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             comparison = compare_outputs(original, quantized, names, samples) if names else OutputComparison(())
         with running("writing"):
             report = _finish(path, decided, original.nbytes, quantized, comparison)
-    return replace(report, seconds=time.perf_counter() - start, passes=passes)
+    notes = () if batches is None else batches.notes
+    return replace(report, seconds=time.perf_counter() - start, passes=passes, data_notes=notes)
 
 
 def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path:
@@ -367,7 +374,8 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     options = Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort)
     recipe, target = get_recipe(recipe), get_target(target)
     run = RunOptions(memory_budget, progress, resume_file)
-    return _decide(_load(model), data, recipe, target, options, run, force=force).decisions
+    original = _load(model)
+    return _decide(original, _checked_data(original, data, recipe), recipe, target, options, run, force=force).decisions
 
 
 def _load(model: ModelSource) -> LoadedModel:
@@ -377,7 +385,7 @@ def _load(model: ModelSource) -> LoadedModel:
 
 def _decide(
     original: LoadedModel,
-    data: BatchSource | None,
+    batches: Batches | None,
     recipe: Recipe,
     target: Target,
     options: Options,
@@ -385,7 +393,6 @@ def _decide(
     *,
     force: bool,
 ) -> Decided:
-    batches = _checked_data(original, data, recipe)
     first = None if batches is None else batches.check_first()
     own_opset, opset = Graph(original.proto).opset, needed_opset(low_bits=_needs_low_bits(recipe))
     with running("preparing the model"):

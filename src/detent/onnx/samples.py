@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from detent.errors import UnsupportedError
-from detent.onnx_model.batches import Batches, InputInfo, can_cut, inputs_of, samples_in, update_digest
+from detent.onnx_model.batches import Batches, can_cut, samples_in, update_digest
+from detent.onnx_model.model_inputs import InputInfo, inputs_of
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 
 __all__ = ["SampleChooser", "Samples", "choose_samples"]

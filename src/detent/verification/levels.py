@@ -29,9 +29,10 @@ from onnx import ModelProto, TensorProto
 
 from detent.errors import DetentError, UnsupportedError
 from detent.onnx_model import optimized
-from detent.onnx_model.batches import inputs_of, open_batches
+from detent.onnx_model.batches import open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.graph import QUANTIZE
+from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, is_quantized, open_quantized
 from detent.onnx_model.sessions import ACCURACY_LEVEL, Probe, Reading
 from detent.tables import counted
