@@ -120,6 +120,135 @@ def test_a_lazy_source_is_started_once_per_pass():
     assert len(starts) == 2
 
 
+def test_a_callable_is_called_once_per_pass():
+    calls = []
+
+    def data():
+        calls.append(1)
+        return (x(start=i) for i in range(3))
+
+    batches = open_batches(data, [X])
+    assert (batches.is_repeatable, batches.count) == (True, None)
+    assert [[feed["x"][0, 0] for feed in batches] for _ in range(2)] == [[0, 1, 2]] * 2
+    assert len(calls) == 2
+    counted = batches.with_count()
+    assert (counted.count, len(calls)) == (3, 3)
+    assert [feed["x"][0, 0] for feed in counted.subset([0, 2])] == [0, 2]
+    assert batches.with_count().with_count().count == 3
+
+
+@pytest.mark.parametrize("result", [None, 3, x(), {"x": x()}], ids=str)
+def test_a_callable_that_returns_no_iterator(result):
+    refusal(dt.SpecError, ["data() returned", type(result).__name__, "return iter"], lambda: result, [X])
+
+
+def test_an_iterator_of_unknown_length_cannot_be_counted():
+    with pytest.raises(dt.SpecError, match="callable that returns an iterator"):
+        open_batches(iter([x()]), [X]).with_count()
+
+
+# Labels
+
+
+LABELS = np.array([1, 0])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (x(), mask(), LABELS),
+        [x(), mask(), LABELS],
+        ((x(), mask()), LABELS),
+        ({"mask": mask(), "x": x()}, LABELS),
+        {"x": x(), "mask": mask(), "labels": LABELS},
+        {"x": x(), "Target": LABELS, "mask": mask()},
+    ],
+    ids=["tuple", "list", "pair of tuples", "pair with a dict", "dict", "dict with another name"],
+)
+def test_labels_are_kept_apart(batch):
+    batches = open_batches([batch, batch], [X, MASK])
+    assert [list(feed) for feed in batches] == [["x", "mask"]] * 2
+    assert batches.labels.tolist() == [1, 0, 1, 0]
+    assert batches.subset([1]).labels.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("labels", [np.array([1]), "ab", [{"box": 1}, {}], None, object()], ids=str)
+def test_labels_that_are_not_one_per_sample_are_dropped(labels):
+    batches = open_batches([(x(), labels)], [X])
+    assert len(list(batches)) == 1
+    assert batches.labels is None
+
+
+def test_labels_are_known_after_a_pass():
+    batches = open_batches([(x(), LABELS), (x(1), LABELS[:1])], [X])
+    assert batches.labels is None
+    list(batches)
+    assert batches.labels.tolist() == [1, 0, 1]
+    assert open_batches([x()], [X]).labels is None
+
+
+def test_loaders_of_torch():
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, TensorDataset
+
+    data = TensorDataset(torch.from_numpy(x(5)), torch.arange(5))
+    batches = open_batches(DataLoader(data, batch_size=2), [X])
+    assert (batches.count, batches.is_repeatable, batches.notes) == (3, True, ())
+    assert np.array_equal(np.concatenate([feed["x"] for feed in batches]), x(5))
+    assert batches.labels.tolist() == [0, 1, 2, 3, 4]
+    assert [len(feed["x"]) for feed in batches.subset([0, 2])] == [2, 1]
+    by_name = [{"x": x(5)[i], "mask": mask(5)[i]} for i in range(5)]
+    assert shapes(open_batches(DataLoader(by_name, batch_size=5), [X, MASK])) == [{"x": (5, 3), "mask": (5, 5)}]
+    (note,) = open_batches(DataLoader(data, shuffle=True), [X]).notes
+    assert "shuffle=False" in note
+
+
+def test_loaders_without_a_length():
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(torch.from_numpy(x(4)))
+
+    batches = open_batches(DataLoader(Stream(), batch_size=2), [X])
+    assert (batches.count, batches.with_count().count) == (None, 2)
+
+
+def test_tensors_with_a_method_numpy():
+    class Tensor:
+        def numpy(self):
+            return x()
+
+    (feed,) = open_batches([Tensor()], [X])
+    assert np.array_equal(feed["x"], x())
+
+
+# Types
+
+
+@pytest.mark.parametrize("kind", ["iterable", "file", "directory"])
+def test_types_are_converted_with_a_note(tmp_path, kind, caplog):
+    arrays = {"x": x(4).astype(np.float64) + 0.1, "mask": mask(4).astype(np.int32)}
+    (tmp_path / "many").mkdir()
+    np.savez(tmp_path / "d.npz", **arrays)
+    np.savez(tmp_path / "many" / "0.npz", **arrays)
+    data = {"iterable": [arrays, arrays], "file": tmp_path / "d.npz", "directory": tmp_path / "many"}[kind]
+    batches = open_batches(data, [X, MASK])
+    with caplog.at_level("INFO", "detent"):
+        feeds = list(batches)
+    assert np.array_equal(feeds[0]["x"][0], arrays["x"][0].astype(F32))
+    assert {feed["mask"].dtype for feed in feeds} == {I64}
+    notes = ("data: input 'x' rounded from float64 to float32", "data: input 'mask' converted from int32 to int64")
+    assert batches.notes == notes
+    assert len(caplog.messages) == (0 if kind == "iterable" else 2)  # an iterable was checked when it was opened
+
+
+def test_integers_that_do_not_fit_are_errors():
+    data = [x().astype(np.int64), np.full((1, 3), 2**24 + 1)]
+    refusal(dt.DtypeError, ["batch 1", "'x'", "16777217", "not exact in float32"], data, [X])
+
+
 @pytest.mark.parametrize(
     ("data", "error", "words"),
     [

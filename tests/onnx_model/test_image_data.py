@@ -4,6 +4,7 @@ import io
 import re
 import struct
 import zlib
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -340,12 +341,8 @@ def test_random_damage_is_an_error_of_detent_or_harmless(tmp_path, seed):
             data[position] = rng.integers(0, 256)
         path = tmp_path / f"a.{suffix}"
         path.write_bytes(data)
-        try:
-            (batch,) = read(path)
-        except dt.FileFormatError as error:
-            assert path.name in str(error)
-        else:
-            assert batch.shape == (1, 3, 8, 12)
+        with suppress(dt.FileFormatError):  # other exceptions fail the test
+            assert read(path)[0].shape == (1, 3, 8, 12)
 
 
 def test_empty_and_mixed_directories(tmp_path):
