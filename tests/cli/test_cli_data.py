@@ -3,10 +3,7 @@
 import json
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
-from PIL import Image
 
 import detent.onnx as qo
 from detent.cli import main
@@ -14,39 +11,13 @@ from detent.onnx_model import DataFiles
 from detent.onnx_model.batches import open_batches
 from detent.onnx_model.files import load_model
 
-from .cli_cases import weights
-
-
-def write_classifier(path):
-    """Write a model of RGB images of any size, with three classes."""
-    tensors = {"w1": weights(16, 3, 3, 3, seed=1), "w2": weights(16, 16, 3, 3, seed=2), "w3": weights(16, 3, seed=3)}
-    nodes = [
-        helper.make_node("Conv", ["image", "w1"], ["a"], name="first"),
-        helper.make_node("Relu", ["a"], ["b"], name="relu"),
-        helper.make_node("Conv", ["b", "w2"], ["c"], name="second"),
-        helper.make_node("GlobalAveragePool", ["c"], ["d"], name="pool"),
-        helper.make_node("Flatten", ["d"], ["e"], name="flat"),
-        helper.make_node("MatMul", ["e", "w3"], ["y"], name="head"),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "classifier",
-        [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["n", 3, "h", "w"])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])],
-        [numpy_helper.from_array(value, name) for name, value in tensors.items()],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+from .cli_cases import write_classifier, write_photos
 
 
 @pytest.fixture
 def gallery(tmp_path, monkeypatch):
     """A directory with model.onnx and 24 images of two classes in photos/, which is the current directory."""
-    rng = np.random.default_rng(0)
-    for name in ("cat", "dog"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for i in range(12):
-            array = rng.integers(0, 256, (20 + i, 30, 3), dtype=np.uint8)
-            Image.fromarray(array).save(tmp_path / "photos" / name / f"{i:02}.png")
+    write_photos(tmp_path / "photos")
     write_classifier(tmp_path / "model.onnx")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -5,7 +5,7 @@ import shlex
 
 from detent.cli import main
 
-from .cli_cases import write_data, write_model
+from .cli_cases import write_classifier, write_data, write_model, write_photos
 
 FENCE = re.compile(r"^```sh\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = {"quantize", "verify", "inspect", "compare", "sensitivity", "bench", "doctor"}
@@ -24,6 +24,8 @@ def test_shell_lines_run(root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_model("model.onnx", hidden=256)  # hidden layers, whose weights may have 4 bits
     write_data("calibration.npz")
+    write_classifier("classifier.onnx", size=16)
+    write_photos("photos")
     for line in lines(root):
         program, *arguments = shlex.split(line)
         assert program == "detent"

@@ -3,7 +3,7 @@
 from detent.onnx_model.data_files import DataFiles
 from detent.onnx_model.files import LoadedModel, ModelSource, load, load_model, save
 from detent.onnx_model.graph import Graph, array_of, element_type, make_tensor
-from detent.onnx_model.preprocessing import Preprocessing
+from detent.onnx_model.preprocess_options import Preprocessing
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.qdq_reader import read_quantization
 from detent.onnx_model.qdq_writer import QdqParams, dequantize_node, quantize_node

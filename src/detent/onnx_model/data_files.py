@@ -16,7 +16,7 @@ import numpy as np
 from detent.checks import as_integer
 from detent.errors import DtypeError, ShapeError, SpecError
 from detent.onnx_model.model_inputs import Array, Feed, InputInfo
-from detent.onnx_model.preprocessing import Preprocessing
+from detent.onnx_model.preprocess_options import Preprocessing
 
 __all__ = ["DataFiles", "DataListing", "FileBatches", "batch_size_of", "cut", "labels_of", "list_files", "only_input"]
 

@@ -5,7 +5,7 @@ An image becomes a sample of the model's only input in these steps:
 1. It is rotated as its EXIF orientation says, and transparent pixels are composed on white.
 2. It is converted to RGB, BGR or gray (ITU-R 601 luma). Pixels of 16 bits keep their upper 8 bits.
 3. It is resized with Pillow's bilinear filter, which averages over all pixels if the image shrinks, and cropped.
-4. Its pixels are normalized as ``preprocessing`` says, and the axes are arranged as the model expects.
+4. Its pixels are normalized as ``Preprocessing`` says, and the axes are arranged as the model expects.
 
 Size, layout and number of channels follow from the shape of the input. A model of integers gets pixels from 0 to 255.
 For a float model, scale, mean and std are guessed if they are not given: "imagenet" for color, "0..1" for gray images.
@@ -27,7 +27,7 @@ import numpy as np
 from detent.errors import FileFormatError, ShapeError, SpecError, UnsupportedError, install_hint
 from detent.onnx_model.data_files import DataFiles, DataListing, FileBatches, batch_size_of, cut, labels_of, only_input
 from detent.onnx_model.model_inputs import Array, Feed, InputInfo
-from detent.onnx_model.preprocessing import PRESETS, Preprocessing
+from detent.onnx_model.preprocess_options import PRESETS, Preprocessing
 from detent.tables import counted
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import detent as dt
 from detent.onnx_model import Preprocessing
-from detent.onnx_model.preprocessing import PRESETS
+from detent.onnx_model.preprocess_options import PRESETS
 
 
 @pytest.mark.parametrize(
