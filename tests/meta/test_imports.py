@@ -48,6 +48,10 @@ def test_import_detent_loads_nothing_heavy(loaded):
     assert not names & HEAVY
 
 
+def test_data_of_files_load_their_packages_on_use():
+    assert not loaded_by_modules("import detent.onnx_model.batches") & {"PIL", "tokenizers", "torch"}
+
+
 @PROBES
 def test_probe_sees_a_heavy_import(loaded, tmp_path):
     package = tmp_path / "torch"

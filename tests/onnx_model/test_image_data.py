@@ -130,6 +130,13 @@ def test_exif_orientation(tmp_path):
     assert np.array_equal(batch[0], np.rot90(array, -1).transpose(2, 0, 1))
 
 
+def test_damaged_exif_is_ignored(tmp_path):
+    array = pixels()
+    write(tmp_path / "a.png", array, exif=b"Exif\0\0II*\0\x08\0\0\0\x05\0\x12\x01")
+    (batch,) = read(tmp_path, preprocess="0..255,crop=none")
+    assert np.array_equal(batch[0], array.transpose(2, 0, 1))
+
+
 def test_center_crop(tmp_path):
     array = np.zeros((32, 64, 3), np.uint8)
     array[:, 16:48] = 255  # the middle half
@@ -205,6 +212,31 @@ def test_the_guess_is_noted(tmp_path, caplog):
     )
     (note,) = open_batches(DataFiles(tmp_path, preprocess="scale=1,std=2,4,8"), [NCHW]).notes
     assert note.endswith("scale=1.0 mean=0.0 std=2.0 4.0 8.0")
+
+
+def test_the_model_may_normalize_pixels_itself(tmp_path):
+    write(tmp_path / "a.png", pixels())
+    info = InputInfo("x", F32, (None, 3, 8, 12), pixels="0..255")
+    (note,) = open_batches(tmp_path, [info]).notes
+    assert note.endswith("pixels 0..255 (guessed from the model's first operator; --preprocess changes it)")
+
+
+def test_images_are_decoded_once(tmp_path, monkeypatch):
+    write(tmp_path / "a.png", pixels())
+    batches = open_batches(tmp_path, [NCHW])
+    (first,) = batches
+    (tmp_path / "a.png").unlink()
+    (second,) = batches
+    assert np.array_equal(first["x"], second["x"])
+    first["x"][:] = 0  # a caller may change what it gets
+    assert np.array_equal(next(iter(batches))["x"], second["x"])
+    monkeypatch.setattr("detent.onnx_model.image_data.CACHE_BYTES", 0)
+    write(tmp_path / "a.png", pixels())
+    batches = open_batches(tmp_path, [NCHW])
+    assert np.array_equal(next(iter(batches))["x"], second["x"])
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(dt.FileFormatError, match=r"a\.png"):
+        list(batches)
 
 
 # Batches and labels

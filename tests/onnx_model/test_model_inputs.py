@@ -71,6 +71,34 @@ def test_other_types_are_errors(given, expected):
         info(expected).check(np.dtype(given), (2,), "data")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("y = Div(x, c)", {255.0: "0..255", 127.5: "0..255", 0.25: "", 2.0: ""}),
+        ("y = Mul(x, c)", {1 / 255: "0..255", 1.0: "", 0.0: ""}),
+        ("y = Sub(x, c)", {123.68: "0..255", 0.485: "0..1", 1.0: "", 0.0: ""}),
+        ("y = Add(x, c)", {-104.0: "0..255", -0.5: "0..1"}),
+        ("t = Transpose(x) y = Div(t, c)", {255.0: "0..255"}),
+        ("t = Constant<value = float[3] {255.0, 255.0, 255.0}>() y = Div(x, t)", {0.0: "0..255"}),
+        ("t = Relu(x) y = Div(t, c)", {255.0: ""}),
+        ("t = Sub(x, c) y = Div(t, c)", {0.5: "0..1"}),
+        ("y = Div(c, x)", {255.0: ""}),
+    ],
+)
+def test_ranges_of_pixels(nodes, expected):
+    for value, pixels in expected.items():
+        model = parser.parse_model(
+            f"""<ir_version: 8, opset_import: ["" : 17]>
+            g (float[N, 3] x) => (float[N, 3] y) <float c = {{{value:f}}}> {{ {nodes} }}"""
+        )
+        assert inputs_of(model)[0].pixels == pixels, value
+    wide = parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[N, 5] x) => (float[N, 5] y) <float[5] c = {255.0, 255.0, 255.0, 255.0, 255.0}> { y = Div(x, c) }"""
+    )
+    assert inputs_of(wide)[0].pixels == ""
+
+
 def test_tables_that_inputs_index():
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["" : 17]>

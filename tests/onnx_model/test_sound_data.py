@@ -223,6 +223,8 @@ def test_long_sounds_need_a_length(tmp_path, monkeypatch):
     write(tmp_path / "a.wav", ramp(101))
     refusal(tmp_path, dt.ShapeError, "101 samples", "length=16000", info=ANY)
     assert len(read(tmp_path, ANY, "length=60")) == 2
+    monkeypatch.setattr("detent.onnx_model.sound_data.MAX_WINDOWS", 9)
+    refusal(tmp_path, dt.ShapeError, "a.wav", "over 9 windows of 10 samples", info=ANY, preprocess="length=10")
 
 
 @pytest.mark.parametrize(

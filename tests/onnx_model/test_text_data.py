@@ -124,6 +124,17 @@ def test_bad_tokenizers(tmp_path, tokenizer, content, words):
     refusal(write_texts(tmp_path, "a"), [IDS], tokenizer, dt.FileFormatError, "tokenizer.json", *words)
 
 
+def test_texts_that_the_tokenizer_rejects(tmp_path, tokenizer):
+    vocabulary = {"a": 0, "[CLS]": 2, "[SEP]": 3}
+    write_tokenizer(tokenizer, model={"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"})
+    path = write_texts(tmp_path, "a", "a z")
+    refusal(path, [IDS], tokenizer, dt.FileFormatError, "texts.txt line 2", "cannot encode 'a z'")
+
+
+def test_lengths_without_room_for_special_tokens(tmp_path, tokenizer):
+    refusal(write_texts(tmp_path, "a"), [IDS], tokenizer, dt.ShapeError, "length of 2", preprocess="length=2")
+
+
 def test_missing_tokenizers(tmp_path, tokenizer, monkeypatch):
     path = write_texts(tmp_path, "a")
     refusal(path, [IDS], None, dt.SpecError, "texts.txt", "--tokenizer")

@@ -77,7 +77,8 @@ def run(
 ) -> None:
     """Compare two reports or models; see ``HELP``."""
     check_report_path(report, force=force)
-    check_distinct({"--report": report}, {"A": first, "B": second, "--data": data, "--source": source})
+    read = {"A": first, "B": second, "--data": data, "--source": source, "--tokenizer": tokenizer}
+    check_distinct({"--report": report}, read)
     from detent import report as qr  # noqa: PLC0415 - it may load ONNX
 
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)

@@ -124,7 +124,7 @@ def run(
         raise SpecError("--save-recipe saves the bits that --budget chooses: pass --budget, too")
     if report is not None and bits is not None and budget is None:
         raise SpecError("with --widths, --report shows the bits that --budget chooses: pass --budget, too")
-    read = {"the model": model, "--data": data, "--recipe": recipe_file(recipe)}
+    read = {"the model": model, "--data": data, "--recipe": recipe_file(recipe), "--tokenizer": tokenizer}
     check_distinct({"--save-recipe": save_recipe, "--report": report}, read)
     check_can_write(save_recipe, force=force, suffixes=(".toml", ".json"))
     check_report_path(report, force=force)

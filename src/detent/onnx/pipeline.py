@@ -34,7 +34,7 @@ from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import listening, running
 from detent.onnx.quality_warnings import QuantizeWarning, quantize_warnings
 from detent.onnx.quantized_graph import layer_decisions, rewrite
-from detent.onnx_model.batches import Batches, BatchSource, open_batches, samples_in
+from detent.onnx_model.batches import KINDS, Batches, BatchSource, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, ModelSource, default_output, load, load_model, save
 from detent.onnx_model.graph import INTEGER_KERNELS, Graph
 from detent.onnx_model.sessions import (
@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 Feed = dict[str, NDArray[Any]]
 
-DATA_SUFFIXES = (".npz", ".npy")  # files with these suffixes are calibration data, never models
+DATA_SUFFIXES = frozenset[str]().union(*(kind.suffixes for kind in KINDS))  # calibration data, never models
 WEIGHT_ONLY_HINT = (
     "weight-only layers: ONNX Runtime rounds their activations to 8 bits unless the session option "
     f"{ACCURACY_LEVEL!r} is '0' or '1'; a file cannot set this option"

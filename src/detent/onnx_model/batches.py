@@ -36,7 +36,7 @@ from detent.onnx_model import array_data, image_data, sound_data, text_data
 from detent.onnx_model.data_files import DataFiles, DataListing, FileBatches, list_files
 from detent.onnx_model.model_inputs import Array, Feed, InputInfo, check_input_names
 
-__all__ = ["BatchSource", "Batches", "can_cut", "open_batches", "samples_in", "update_digest"]
+__all__ = ["KINDS", "BatchSource", "Batches", "DataKind", "can_cut", "open_batches", "samples_in", "update_digest"]
 
 _log = logging.getLogger(__name__)
 

@@ -8,15 +8,18 @@ An image becomes a sample of the model's only input in these steps:
 4. Its pixels are normalized as ``Preprocessing`` says, and the axes are arranged as the model expects.
 
 Size, layout and number of channels follow from the shape of the input. A model of integers gets pixels from 0 to 255.
-For a float model, scale, mean and std are guessed if they are not given: "imagenet" for color, "0..1" for gray images.
+For a float model, scale, mean and std are guessed if they are not given: "0..255" or "0..1" if the first operator of
+the model shows that it normalizes such pixels itself, otherwise "imagenet" for color images and "0..1" for gray ones.
 
 Files are untrusted: Pillow reads only the four formats, and the number of pixels in a header is checked before the
 image is decoded. The headers of all files are checked when the directory is opened.
 """
 
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import ceil
 from os import fspath
 from pathlib import Path
@@ -39,6 +42,7 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 FIELDS = ("scale", "mean", "std", "size", "resize", "crop", "layout", "color")  # of Preprocessing
 MAX_PIXELS = 89_478_485  # Pillow warns about larger images
+CACHE_BYTES = 1 << 26  # of decoded images, because data are read several times
 MARGIN = 8 / 7  # of the resized image around the crop; 256 pixels for 224
 CHANNELS = {"rgb": 3, "bgr": 3, "gray": 1}
 WHITE = (255, 255, 255, 255)
@@ -69,13 +73,18 @@ def open_images(files: DataFiles, listing: DataListing, inputs: Sequence[InputIn
     for path in listing.paths:
         _open_image(path).close()
     tables = _tables(preprocessing, info.dtype)
+    height, width = preprocessing.size or (1, 1)
+
+    @lru_cache(CACHE_BYTES // (3 * height * width))
+    def pixels(i: int) -> Array:
+        return _pixels(listing.paths[i], preprocessing)
 
     def read(numbers: Sequence[int] | None) -> Iterator[Feed]:
         for batch in batches if numbers is None else (batches[number] for number in numbers):
-            samples = [_sample(listing.paths[i], preprocessing, tables) for i in batch]
-            yield {info.name: np.stack(samples)}
+            yield {info.name: np.stack([_normalized(pixels(i), preprocessing, tables) for i in batch])}
 
-    guess = " (guessed; --preprocess changes it)" if is_guessed else ""
+    basis = " from the model's first operator" if info.pixels else ""
+    guess = f" (guessed{basis}; --preprocess changes it)" if is_guessed else ""
     used = batches[-1].stop
     left_out = f"; {len(listing.paths) - used} left out, because batches have {size}" * (used < len(listing.paths))
     note = f"images: {counted(used, 'file', ',')}, {_text(preprocessing)}{guess}{left_out}"
@@ -142,7 +151,7 @@ def _normalization(preprocessing: Preprocessing, info: InputInfo, color: str, wh
         raise SpecError(
             f"{where}: input {info.name!r} has type {info.dtype}, which cannot hold pixels: pass .npz files"
         )
-    guess = PRESETS["0..255" if not is_float else "0..1" if color == "gray" else "imagenet"]
+    guess = PRESETS["0..255" if not is_float else info.pixels or ("0..1" if color == "gray" else "imagenet")]
     source = guess if preprocessing.scale is None else preprocessing
     if color == "gray" and max(len(source.mean or ()), len(source.std or ())) > 1:
         raise SpecError(f"{where}: got 3 numbers for mean or std, but the images are gray: pass 1 number")
@@ -183,8 +192,8 @@ def _open_image(path: Path) -> "Image":
     return image
 
 
-def _sample(path: Path, preprocessing: Preprocessing, tables: Array) -> Array:
-    """Decode and preprocess one image; return an array without a batch axis."""
+def _pixels(path: Path, preprocessing: Preprocessing) -> Array:
+    """Decode, resize and crop one image; return bytes of shape (height, width, channels)."""
     with _open_image(path) as image:
         try:
             pixels = np.asarray(_cropped(_colored(image, preprocessing), preprocessing))
@@ -193,8 +202,11 @@ def _sample(path: Path, preprocessing: Preprocessing, tables: Array) -> Array:
                 f"{fspath(path)}: the image is damaged or truncated: {_first_line(error)}: save it again, or remove it"
             ) from error
     pixels = pixels.reshape(*pixels.shape[:2], -1)
-    if preprocessing.color == "bgr":
-        pixels = pixels[:, :, ::-1]
+    return pixels[:, :, ::-1] if preprocessing.color == "bgr" else pixels
+
+
+def _normalized(pixels: Array, preprocessing: Preprocessing, tables: Array) -> Array:
+    """Normalize the pixels of one image, and arrange its axes."""
     sample = np.stack([tables[c][pixels[:, :, c]] for c in range(pixels.shape[2])], axis=0)
     return sample if preprocessing.layout == "nchw" else np.ascontiguousarray(sample.transpose(1, 2, 0))
 
@@ -207,11 +219,11 @@ def _colored(image: "Image", preprocessing: Preprocessing) -> "Image":
     """Rotate an image as its EXIF orientation says, and convert it to RGB or gray."""
     from PIL import Image, ImageOps  # noqa: PLC0415 - already loaded
 
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # many cameras write EXIF data that Pillow warns about
+        image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16 bits; older versions of Pillow read them into 32
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in {"I", "F"}:
-        raise ValueError(f"pixels of mode {image.mode} have 32 bits, but 8 or 16 bits are supported")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image)

@@ -15,14 +15,16 @@ The condition is checked for each batch. All other differences of types are erro
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, helper
+from onnx import ModelProto, TensorProto, helper
 
 from detent.checks import first_index
 from detent.errors import DtypeError, RangeError, ShapeError, SpecError, UnsupportedError, closest
+from detent.onnx_model.graph import DEQUANTIZE, array_of
 
 __all__ = ["Array", "Feed", "InputInfo", "can_convert", "check_input_names", "inputs_of"]
 
@@ -30,7 +32,7 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 
 LOOKUPS, CASTS = frozenset({"Gather"}), frozenset({"Cast", "Identity"})
-DEQUANTIZE = "DequantizeLinear"
+MAX_CHANNELS = 4  # constants with more elements do not normalize pixels
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,15 @@ class InputInfo:
     """One input of a model.
 
     ``rows`` is the number of rows of the embedding table that the input indexes; None if it is not such an input.
+    ``pixels`` is "0..255" or "0..1" if the first operator on the input shows that it expects such pixels, else "".
     """
 
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int | None, ...] | None  # sizes that vary are None; an unknown shape is None
-    rows: int | None = field(
-        default=None, compare=False, repr=False
-    )  # the quantized model may store its table in another way
+    # Not compared, because a quantized model stores its tables in another way.
+    rows: int | None = field(default=None, compare=False, repr=False)
+    pixels: str = field(default="", compare=False, repr=False)
 
     def check(self, dtype: np.dtype[Any], shape: tuple[int, ...], where: str) -> None:
         """Raise DtypeError or ShapeError if an array does not fit this input; messages begin with ``where``."""
@@ -131,7 +134,7 @@ def inputs_of(model: ModelProto) -> list[InputInfo]:
         UnsupportedError: an input is not a tensor.
     """
     initializers = {tensor.name for tensor in model.graph.initializer}
-    rows = _table_rows(model)
+    rows, pixels = _table_rows(model), _pixel_ranges(model)
     inputs = []
     for value in model.graph.input:
         if value.name in initializers:
@@ -151,7 +154,7 @@ def inputs_of(model: ModelProto) -> list[InputInfo]:
         shape = None
         if kind.HasField("shape"):  # some exporters write 0 or -1 for sizes that vary
             shape = tuple(axis.dim_value if axis.dim_value > 0 else None for axis in kind.shape.dim)
-        inputs.append(InputInfo(value.name, dtype, shape, rows.get(value.name)))
+        inputs.append(InputInfo(value.name, dtype, shape, rows.get(value.name), pixels.get(value.name, "")))
     return inputs
 
 
@@ -174,6 +177,45 @@ def _table_rows(model: ModelProto) -> dict[str, int]:
                 name = origins[node.input[1]]
                 rows[name] = min(rows.get(name, sizes[first][axis]), sizes[first][axis])
     return rows
+
+
+def _pixel_ranges(model: ModelProto) -> dict[str, str]:
+    """Map each input that its first operator normalizes to the range of pixels that this operator expects.
+
+    The operator is a division, multiplication, subtraction or addition with one constant, or one per channel.
+    """
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    tensors |= {
+        node.output[0]: attribute.t
+        for node in model.graph.node
+        if node.op_type == "Constant"
+        for attribute in node.attribute
+        if attribute.name == "value"
+    }
+    origins = {value.name: value.name for value in model.graph.input}
+    ranges: dict[str, str] = {}
+    for node in model.graph.node:
+        origin = origins.get(node.input[0]) if node.input else None
+        if origin is None:
+            continue
+        if node.op_type in {*CASTS, "Transpose"}:
+            origins[node.output[0]] = origin
+        elif node.op_type in {"Div", "Mul", "Sub", "Add"} and node.input[1] in tensors:
+            ranges.setdefault(origin, _pixel_range(node.op_type, tensors[node.input[1]]))
+    return ranges
+
+
+def _pixel_range(operator: str, constant: TensorProto) -> str:
+    """Return the range of pixels that x / c, x * c, x - c or x + c expects, or ""."""
+    is_small = 1 <= prod(constant.dims) <= MAX_CHANNELS and constant.data_location != TensorProto.EXTERNAL
+    if not is_small or constant.data_type != TensorProto.FLOAT:
+        return ""
+    size = float(np.abs(array_of(constant)).max())
+    if operator == "Mul":
+        return "0..255" if 0 < size <= 1 / 50 else ""
+    if size >= 50:  # c is 255, 127.5, or a mean of bytes such as 104 or 123.68
+        return "0..255"
+    return "0..1" if operator != "Div" and 0.2 < size < 0.8 else ""
 
 
 def check_input_names(given: Sequence[Any], names: Sequence[str], where: str) -> None:

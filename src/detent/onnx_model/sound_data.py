@@ -39,6 +39,7 @@ BITS = {PCM: (8, 16, 24, 32), FLOAT: (32, 64)}
 MAX_CHANNELS, MAX_RATE = 64, 1 << 20
 MAX_CHUNKS = 1000
 MAX_WINDOW = 1 << 27  # samples of one window or file; 512 MB as float32
+MAX_WINDOWS = 1 << 20
 FORMAT_BYTES, EXTENSIBLE_BYTES = 16, 26  # of the chunk "fmt ", up to the format tag of an extensible format
 
 
@@ -201,6 +202,11 @@ def open_sounds(files: DataFiles, listing: DataListing, inputs: Sequence[InputIn
                 "length of windows, e.g. --preprocess length=16000"
             )
         starts = range(0, frames, length or frames)
+        if len(windows) + len(starts) > MAX_WINDOWS:
+            raise ShapeError(
+                f"{fspath(sound.path)}: the sounds have over {MAX_WINDOWS:,} windows of {length} samples: pass fewer "
+                "files"
+            )
         windows += [_Window(sound, begin, min(frames, begin + (length or frames))) for begin in starts]
         sources += [i] * len(starts)
     has_batch_axis = info.shape is None or len(info.shape) > 1

@@ -93,7 +93,12 @@ class _Encoder:
 
     def encode(self, text: _Text) -> "Encoding":
         """Tokenize a text, and check that the embedding table has a row for each token."""
-        encoding = self.tokenizer.encode(text.text)
+        try:
+            encoding = self.tokenizer.encode(text.text)
+        except Exception as error:  # the package raises the class Exception itself
+            raise FileFormatError(
+                f"{self.where} line {text.line}: the tokenizer cannot encode {text.text[:MAX_CHARS_SHOWN]!r}: {error}"
+            ) from error
         rows = self.inputs[IDS].rows
         outside = [] if rows is None else [i for i, token in enumerate(encoding.ids) if token >= rows]
         if outside:
@@ -182,8 +187,15 @@ def _make_encoder(path: Path, length: int | None, inputs: Sequence[InputInfo], w
     tokenizer = _read_tokenizer(path)
     fixed_length = next((int(size) for size in fixed if size), None)
     padding, truncation = tokenizer.padding or {}, tokenizer.truncation or {}
+    limit = fixed_length or length or truncation.get("max_length") or MAX_TOKENS
+    special = tokenizer.num_special_tokens_to_add(is_pair=False)
+    if limit <= special:
+        raise ShapeError(
+            f"{where}: a length of {limit} leaves no room for texts, because the tokenizer adds {special} tokens: use a "
+            "larger length"
+        )
     tokenizer.no_padding()
-    tokenizer.enable_truncation(fixed_length or length or truncation.get("max_length") or MAX_TOKENS)
+    tokenizer.enable_truncation(limit)
     ids = (tokenizer.token_to_id(token) for token in PAD_TOKENS)
     pad = padding["pad_id"] if padding else next((number for number in ids if number is not None), 0)
     return _Encoder(tokenizer, roles, fixed_length, pad, padding.get("direction") == "left", where)

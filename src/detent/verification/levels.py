@@ -29,7 +29,7 @@ from onnx import ModelProto, TensorProto
 
 from detent.errors import DetentError, UnsupportedError
 from detent.onnx_model import optimized
-from detent.onnx_model.batches import open_batches
+from detent.onnx_model.batches import BatchSource, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.graph import QUANTIZE
 from detent.onnx_model.model_inputs import inputs_of
@@ -67,7 +67,7 @@ NO_SEGMENTS = "without a replay, only the SQNR of outputs is measured"
 
 
 def run_levels(
-    source: object, artifact: ModelSource, data: Iterable[Any] | str | PathLike[str] | None, levels: tuple[int, ...]
+    source: object, artifact: ModelSource, data: BatchSource | None, levels: tuple[int, ...]
 ) -> VerifyReport:
     """Run the requested levels; without data, run only the replay and the weight checks of level 1."""
     file = open_quantized(artifact)
