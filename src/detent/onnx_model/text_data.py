@@ -191,8 +191,8 @@ def _make_encoder(path: Path, length: int | None, inputs: Sequence[InputInfo], w
     special = tokenizer.num_special_tokens_to_add(is_pair=False)
     if limit <= special:
         raise ShapeError(
-            f"{where}: a length of {limit} leaves no room for texts, because the tokenizer adds {special} tokens: use a "
-            "larger length"
+            f"{where}: a length of {limit} leaves no room for texts, because the tokenizer adds {special} tokens: use "
+            "a larger length"
         )
     tokenizer.no_padding()
     tokenizer.enable_truncation(limit)
