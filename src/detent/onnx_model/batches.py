@@ -127,8 +127,8 @@ class Batches:
             return self
         if not self.is_repeatable:
             raise SpecError(
-                "data cannot be split, because it can be read only once: pass a list, a file, a directory, or a callable "
-                "that returns an iterator"
+                "data cannot be split, because it can be read only once: pass a list, a file, a directory, or a "
+                "callable that returns an iterator"
             )
         return self.subset(range(sum(1 for _ in self)))
 
