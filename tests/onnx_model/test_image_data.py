@@ -393,7 +393,7 @@ def test_options_of_other_kinds(tmp_path):
     write(tmp_path / "a.png", pixels())
     refusal(tmp_path, dt.SpecError, "rate", "images", preprocess="rate=16000")
     refusal(tmp_path, dt.SpecError, "tokenizer", ".txt", tokenizer="tokenizer.json")
-    with pytest.raises(dt.SpecError, match=r"2 inputs \(x, mask\): pass \.npz files"):
+    with pytest.raises(dt.SpecError, match=r"2 inputs \(x, mask\): pass a directory with one \.npz"):
         open_batches(tmp_path, [NCHW, InputInfo("mask", F32, (None,))])
     np.savez(tmp_path / "d.npz", x=np.zeros((1, 3, 8, 12), F32))
     refusal(tmp_path / "d.npz", dt.SpecError, "no preprocessing applies to arrays", "scale", preprocess="imagenet")

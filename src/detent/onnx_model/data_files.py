@@ -164,8 +164,8 @@ def only_input(inputs: Sequence[InputInfo], where: str, kind: str) -> InputInfo:
     if len(inputs) != 1:
         names = ", ".join(info.name for info in inputs)
         raise SpecError(
-            f"{where}: {kind} fill one input, but the model has {len(inputs)} inputs ({names}): pass .npz files with "
-            "one array per input"
+            f"{where}: {kind} fill one input, but the model has {len(inputs)} inputs ({names}): pass a directory "
+            "with one .npz per batch"
         )
     return inputs[0]
 

@@ -1,8 +1,8 @@
 """Sounds as data: .wav files for a model whose only input is a waveform.
 
-The input has floats and the shape (samples), (batch, samples) or (batch, 1, samples). Channels of a file are averaged,
-and integers are scaled to -1..1: a code c of b bits becomes c / 2**(b - 1), after subtracting 128 from 8-bit codes.
-Floats are used as they are.
+The input has floats and the shape (samples), (batch, samples), (batch, 1, samples) or (batch, samples, 1). Channels
+of a file are averaged, and integers are scaled to -1..1: a code c of b bits becomes c / 2**(b - 1), after subtracting
+128 from 8-bit codes. Floats are used as they are.
 
 If the model fixes the number of samples, a file is cut into windows of this length that do not overlap, and the last
 window is filled with zeros. Otherwise a file is one sample, or windows of ``length`` of the preprocessing. Sounds of
@@ -224,18 +224,33 @@ def open_sounds(files: DataFiles, listing: DataListing, inputs: Sequence[InputIn
 
 def _window_length(given: int | None, info: InputInfo, where: str) -> int | None:
     """Return the number of samples of a window, or None if each file is one sample."""
-    shape = (None, None) if info.shape is None else info.shape
-    if info.dtype.kind != "f" or not 1 <= len(shape) <= 3 or (len(shape) == 3 and shape[1] not in {None, 1}):
+    axis = _samples_axis(info)
+    if info.dtype.kind != "f" or axis is None:
         raise ShapeError(
             f"{where}: input {info.name!r} of type {info.dtype} has shape {info.shape_text}, but sounds need floats of "
-            "shape (samples), (batch, samples) or (batch, 1, samples): pass .npz files"
+            "shape (samples), (batch, samples), (batch, 1, samples) or (batch, samples, 1): pass .npz files"
         )
-    if given is not None and shape[-1] not in {None, given}:
+    fixed = None if info.shape is None else info.shape[axis]
+    if given is not None and fixed not in {None, given}:
         raise ShapeError(
             f"{where}: got length={given} (--preprocess), but input {info.name!r} has shape {info.shape_text}: drop "
             "length"
         )
-    return shape[-1] or given
+    return fixed or given
+
+
+def _samples_axis(info: InputInfo) -> int | None:
+    """Return the axis of the samples, or None if the shape is not that of a waveform."""
+    match info.shape:
+        case None | (_, _):
+            return 1
+        case (_,):
+            return 0
+        case (_, None | 1, _):
+            return 2
+        case (_, _, 1):
+            return 1
+    return None
 
 
 def _common_rate(sounds: Sequence[WavFile]) -> int:
@@ -255,8 +270,8 @@ def _stacked(windows: Sequence[_Window], rate: int, length: int | None, info: In
     samples = np.zeros((len(windows), longest), info.dtype)
     for row, window in zip(samples, windows, strict=True):
         row[: window.end - window.begin] = window.file.resampled(window.begin, window.end, rate)
-    rank = 2 if info.shape is None else len(info.shape)
-    return samples[0] if rank == 1 else samples[:, None] if rank == 3 else samples
+    rank, axis = 2 if info.shape is None else len(info.shape), _samples_axis(info)
+    return samples[0] if rank == 1 else samples if rank == 2 else np.expand_dims(samples, 3 - (axis or 1))
 
 
 def _note(sounds: Sequence[WavFile], rate: int, length: int | None, windows: int, given: int | None) -> str:
