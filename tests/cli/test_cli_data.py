@@ -28,7 +28,7 @@ def run(capsys, *arguments, code=0):
     return capsys.readouterr()
 
 
-NOTE = "images: 24 files, 16x20, RGB, NCHW, pixels scaled to -1..1\n"
+NOTE = "images: 24 files, 16x20 cropped from 19, RGB, NCHW, pixels scaled to -1..1\n"
 OPTIONS = ("--data", "photos", "--preprocess", "-1..1,size=16x20")
 
 

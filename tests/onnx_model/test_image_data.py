@@ -203,12 +203,12 @@ def test_the_guess_is_noted(tmp_path, caplog):
     write(tmp_path / "a.png", pixels())
     with caplog.at_level("INFO", "detent"):
         batches = open_batches(tmp_path, [NCHW])
-    note = "images: 1 file, 8x12, RGB, NCHW, ImageNet mean and std (guessed; --preprocess changes it)"
+    note = "images: 1 file, 8x12 cropped from 10, RGB, NCHW, ImageNet mean and std (guessed; --preprocess changes it)"
     assert batches.notes == (note,)
     assert batches.subset([0]).notes == (note,)
     assert caplog.messages == [note]
     assert open_batches(DataFiles(tmp_path, preprocess="0..1"), [NCHW]).notes == (
-        "images: 1 file, 8x12, RGB, NCHW, pixels scaled to 0..1",
+        "images: 1 file, 8x12 cropped from 10, RGB, NCHW, pixels scaled to 0..1",
     )
     (note,) = open_batches(DataFiles(tmp_path, preprocess="scale=1,std=2,4,8"), [NCHW]).notes
     assert note.endswith("scale=1.0 mean=0.0 std=2.0 4.0 8.0")
@@ -293,8 +293,8 @@ def test_a_fixed_batch_size_leaves_out_the_rest(tmp_path):
     batches = open_batches(tmp_path, [fixed])
     assert [feed["x"].shape[0] for feed in batches] == [3, 3]
     assert batches.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    assert "6 files" in batches.notes[0]
-    assert "1 left out" in batches.notes[0]
+    assert "7 files" in batches.notes[0]
+    assert batches.notes[0].endswith("; 1 of 7 left out, because the model's batch size is 3")
     refusal(
         tmp_path, dt.ShapeError, "got 7 images", "batch size is 9", "add 2", info=InputInfo("x", F32, (9, 3, 8, 12))
     )

@@ -95,3 +95,8 @@ def test_text_round_trip(preprocessing):
 def test_presets_have_their_own_names():
     assert {name: str(preset) for name, preset in PRESETS.items()} == {name: name for name in PRESETS}
     assert Preprocessing().preset == ""
+
+
+def test_other_types_are_errors():
+    with pytest.raises(dt.DtypeError, match="must be text, got int"):
+        Preprocessing.parse(5)

@@ -18,7 +18,17 @@ from detent.errors import DtypeError, ShapeError, SpecError
 from detent.onnx_model.model_inputs import Array, Feed, InputInfo
 from detent.onnx_model.preprocess_options import Preprocessing
 
-__all__ = ["DataFiles", "DataListing", "FileBatches", "batch_size_of", "cut", "labels_of", "list_files", "only_input"]
+__all__ = [
+    "DataFiles",
+    "DataListing",
+    "FileBatches",
+    "batch_size_of",
+    "cut",
+    "labels_of",
+    "left_out",
+    "list_files",
+    "only_input",
+]
 
 
 @dataclass(frozen=True)
@@ -205,6 +215,12 @@ def cut(count: int, size: int, *, is_fixed: bool, what: str, where: str) -> list
             "the model with a smaller batch size"
         )
     return [range(begin, min(begin + size, end)) for begin in range(0, end, size)]
+
+
+def left_out(count: int, batches: Sequence[range]) -> str:
+    """Return the end of a note: how many of ``count`` items do not fill a batch, or ""."""
+    rest = count - batches[-1].stop
+    return f"; {rest} of {count} left out, because the model's batch size is {len(batches[0])}" if rest else ""
 
 
 def labels_of(numbers: Sequence[int], batches: Sequence[range]) -> tuple[Array, ...]:

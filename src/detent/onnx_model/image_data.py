@@ -28,7 +28,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from detent.errors import FileFormatError, ShapeError, SpecError, UnsupportedError, install_hint
-from detent.onnx_model.data_files import DataFiles, DataListing, FileBatches, batch_size_of, cut, labels_of, only_input
+from detent.onnx_model.data_files import (
+    DataFiles,
+    DataListing,
+    FileBatches,
+    batch_size_of,
+    cut,
+    labels_of,
+    left_out,
+    only_input,
+)
 from detent.onnx_model.model_inputs import Array, Feed, InputInfo
 from detent.onnx_model.preprocess_options import PRESETS, Preprocessing
 from detent.tables import counted
@@ -85,9 +94,8 @@ def open_images(files: DataFiles, listing: DataListing, inputs: Sequence[InputIn
 
     basis = " from the model's first operator" if info.pixels else ""
     guess = f" (guessed{basis}; --preprocess changes it)" if is_guessed else ""
-    used = batches[-1].stop
-    left_out = f"; {len(listing.paths) - used} left out, because batches have {size}" * (used < len(listing.paths))
-    note = f"images: {counted(used, 'file', ',')}, {_text(preprocessing)}{guess}{left_out}"
+    count = len(listing.paths)
+    note = f"images: {counted(count, 'file', ',')}, {_text(preprocessing)}{guess}{left_out(count, batches)}"
     return FileBatches(where, len(batches), read, labels_of(listing.class_numbers, batches), listing.classes, note)
 
 
@@ -160,12 +168,13 @@ def _normalization(preprocessing: Preprocessing, info: InputInfo, color: str, wh
 
 def _text(preprocessing: Preprocessing) -> str:
     height, width = preprocessing.size or (0, 0)
+    crop = "stretched" if preprocessing.crop == "none" else f"cropped from {preprocessing.resize}"
     color = str(preprocessing.color)
     normalization = _TEXTS.get(preprocessing.preset) or str(
         Preprocessing(preprocessing.scale, preprocessing.mean, preprocessing.std)
     ).replace(",", " ")
     color = color if color == "gray" else color.upper()
-    return f"{height}x{width}, {color}, {str(preprocessing.layout).upper()}, {normalization}"
+    return f"{height}x{width} {crop}, {color}, {str(preprocessing.layout).upper()}, {normalization}"
 
 
 def _open_image(path: Path) -> "Image":

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from detent.checks import as_integer, as_number
-from detent.errors import SpecError, closest
+from detent.errors import DtypeError, SpecError, closest
 
 __all__ = ["PRESETS", "Preprocessing"]
 
@@ -130,7 +130,10 @@ class Preprocessing:
 
         Raises:
             SpecError: a key or value is unknown or occurs twice.
+            DtypeError: the argument is not text.
         """
+        if not isinstance(text, str):
+            raise DtypeError(f"preprocess must be text, got {type(text).__name__}")
         values: dict[str, Any] = {}
         last = ""
         if len(text) > MAX_CHARS:

@@ -21,12 +21,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import fspath
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 
 from detent.errors import FileFormatError, ShapeError, SpecError
-from detent.onnx_model.data_files import DataFiles, DataListing, FileBatches, batch_size_of, cut, labels_of, only_input
+from detent.onnx_model.data_files import (
+    DataFiles,
+    DataListing,
+    FileBatches,
+    batch_size_of,
+    cut,
+    labels_of,
+    left_out,
+    only_input,
+)
 from detent.onnx_model.model_inputs import Array, Feed, InputInfo
 from detent.tables import counted
 
@@ -173,9 +182,8 @@ def _scaled(data: bytes, bits: int, *, is_float: bool) -> Array:
     return np.frombuffer(data, f"<i{bits // 8}").astype(np.float64) / (1 << (bits - 1))
 
 
-@dataclass(frozen=True)
-class _Window:
-    file: WavFile
+class _Window(NamedTuple):
+    sound: int  # index of the file
     begin: int
     end: int
 
@@ -193,33 +201,39 @@ def open_sounds(files: DataFiles, listing: DataListing, inputs: Sequence[InputIn
     length = _window_length(files.preprocessing.length, info, where)
     sounds = [WavFile.open(path) for path in listing.paths]
     rate = files.preprocessing.rate or _common_rate(sounds)
-    windows, sources = list[_Window](), list[int]()
-    for i, sound in enumerate(sounds):
-        frames = sound.resampled_frames(rate)
-        if (length or frames) > MAX_WINDOW:
-            raise ShapeError(
-                f"{fspath(sound.path)}: a sound has {frames:,} samples, expected at most {MAX_WINDOW:,}: set the "
-                "length of windows, e.g. --preprocess length=16000"
-            )
-        starts = range(0, frames, length or frames)
-        if len(windows) + len(starts) > MAX_WINDOWS:
-            raise ShapeError(
-                f"{fspath(sound.path)}: the sounds have over {MAX_WINDOWS:,} windows of {length} samples: pass fewer "
-                "files"
-            )
-        windows += [_Window(sound, begin, min(frames, begin + (length or frames))) for begin in starts]
-        sources += [i] * len(starts)
+    windows = _windows(sounds, rate, length)
     has_batch_axis = info.shape is None or len(info.shape) > 1
     size, is_fixed = batch_size_of(inputs, files.batch_size, where) if has_batch_axis else (1, False)
     batches = cut(len(windows), size, is_fixed=is_fixed, what="sounds", where=where)
 
     def read(numbers: Sequence[int] | None) -> Iterator[Feed]:
         for batch in batches if numbers is None else (batches[number] for number in numbers):
-            yield {info.name: _stacked([windows[i] for i in batch], rate, length, info)}
+            parts = [(sounds[windows[i].sound], windows[i]) for i in batch]
+            yield {info.name: _stacked(parts, rate, length, info)}
 
-    labels = [listing.class_numbers[i] for i in sources] if listing.classes else []
-    note = _note(sounds, rate, length, len(windows), files.preprocessing.rate)
+    labels = [listing.class_numbers[window.sound] for window in windows] if listing.classes else []
+    note = _note(sounds, rate, length, len(windows), files.preprocessing.rate) + left_out(len(windows), batches)
     return FileBatches(where, len(batches), read, labels_of(labels, batches), listing.classes, note)
+
+
+def _windows(sounds: Sequence[WavFile], rate: int, length: int | None) -> list[_Window]:
+    """Cut sounds into windows; without a length, each sound is one window."""
+    windows = list[_Window]()
+    for i, sound in enumerate(sounds):
+        frames = sound.resampled_frames(rate)
+        step = length or frames
+        if step > MAX_WINDOW:
+            raise ShapeError(
+                f"{fspath(sound.path)}: a sound has {frames:,} samples, expected at most {MAX_WINDOW:,}: set the "
+                "length of windows, e.g. --preprocess length=16000"
+            )
+        if len(windows) + frames // step > MAX_WINDOWS:
+            raise ShapeError(
+                f"{fspath(sound.path)}: the sounds have over {MAX_WINDOWS:,} windows of {length} samples: pass fewer "
+                "files"
+            )
+        windows += [_Window(i, begin, min(frames, begin + step)) for begin in range(0, frames, step)]
+    return windows
 
 
 def _window_length(given: int | None, info: InputInfo, where: str) -> int | None:
@@ -264,12 +278,12 @@ def _common_rate(sounds: Sequence[WavFile]) -> int:
     return first.rate
 
 
-def _stacked(windows: Sequence[_Window], rate: int, length: int | None, info: InputInfo) -> Array:
-    """Read windows, and fill them with zeros up to the same length."""
-    longest = length or max(window.end - window.begin for window in windows)
-    samples = np.zeros((len(windows), longest), info.dtype)
-    for row, window in zip(samples, windows, strict=True):
-        row[: window.end - window.begin] = window.file.resampled(window.begin, window.end, rate)
+def _stacked(parts: Sequence[tuple[WavFile, _Window]], rate: int, length: int | None, info: InputInfo) -> Array:
+    """Read windows of sounds, and fill them with zeros up to the same length."""
+    longest = length or max(window.end - window.begin for _, window in parts)
+    samples = np.zeros((len(parts), longest), info.dtype)
+    for row, (sound, window) in zip(samples, parts, strict=True):
+        row[: window.end - window.begin] = sound.resampled(window.begin, window.end, rate)
     rank, axis = 2 if info.shape is None else len(info.shape), _samples_axis(info)
     return samples[0] if rank == 1 else samples if rank == 2 else np.expand_dims(samples, 3 - (axis or 1))
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from detent.errors import FileFormatError, RangeError, ShapeError, SpecError, UnsupportedError, install_hint
-from detent.onnx_model.data_files import DataFiles, DataListing, FileBatches, batch_size_of, cut
+from detent.onnx_model.data_files import DataFiles, DataListing, FileBatches, batch_size_of, cut, left_out
 from detent.onnx_model.model_inputs import Array, Feed, InputInfo
 from detent.tables import counted
 
@@ -146,7 +146,7 @@ def open_texts(files: DataFiles, listing: DataListing, inputs: Sequence[InputInf
     limit = encoder.fixed_length or encoder.tokenizer.truncation["max_length"]
     filled = ", ".join(f"{info.name} ({role})" for role, info in encoder.inputs.items())
     length = f"{limit} tokens each" if encoder.fixed_length else f"at most {limit} tokens"
-    note = f"texts: {counted(len(texts), 'line', ',')}, {length}, filling {filled}"
+    note = f"texts: {counted(len(texts), 'line', ',')}, {length}, filling {filled}{left_out(len(texts), batches)}"
     return FileBatches(where, len(batches), read, note=note)
 
 
