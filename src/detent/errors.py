@@ -146,6 +146,8 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
         "onnxscript": "onnx",
         "torch": "torch",
         "jinja2": "report",
+        "PIL": "images",
+        "tokenizers": "text",
     }
 )
 INSTALL = "pip install 'detent["

@@ -130,7 +130,10 @@ class OutputComparison:
         self._sample_powers: dict[str, list[tuple[Array, Array]]] = {}  # one (signal, noise) pair per batch
 
     def add(self, expected: Sequence[Array], got: Sequence[Array], samples: int = 1) -> None:
-        """Add a batch of ``samples`` samples: outputs of the first model (``expected``) and of the second (``got``)."""
+        """Add the outputs of the first model (``expected``) and of the second (``got``) for one batch.
+
+        ``samples`` is the number of samples in the batch.
+        """
         self.batches += 1
         self.samples += samples
         for name, x, y in zip(self._names, expected, got, strict=True):
@@ -188,7 +191,7 @@ class OutputComparison:
 
     @property
     def agreement_counts(self) -> tuple[int, int]:
-        """The number of samples with equal classes and of all samples, or (0, 0) if ``agreement`` is None."""
+        """The number of samples with equal classes, and the number of all samples; (0, 0) if ``agreement`` is None."""
         first = self._measured.get(self._names[0]) if self._names else None
         if first is None or self._names[0] in self._skipped:
             return 0, 0

@@ -285,7 +285,7 @@ class QuantParams:
         return 32.0 / bits
 
     def parameter_bits(self, sets: int | None = None) -> int:
-        """Return how many bits scales and zero points need in a file, for ``sets`` parameter sets (None: for all)."""
+        """Return how many bits the scales and zero points of ``sets`` parameter sets (None for all) need in a file."""
         count = self.num_parameter_sets if sets is None else sets
         return parameter_bits(self.spec, count, 8 * self.scale.dtype.itemsize)
 

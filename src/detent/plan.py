@@ -293,7 +293,7 @@ class Plan:
     @cached_property
     def _accepted_outputs(self) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
         if "gs" in self._row.outputs:
-            raise OutError(f"{self.operation} returns three arrays and does not support the argument out: omit it")
+            raise OutError(f"{self.operation} returns three arrays and does not support out=: omit it")
         if "codes" not in self._row.outputs:
             return [(FLOATS[self.dtype], self.shape)]
         packed = packed_size(prod(self.shape), self.spec.bits)

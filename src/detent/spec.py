@@ -347,8 +347,8 @@ def _check_scale_format(spec: QuantSpec) -> None:
         raise SpecError(f"got scale_format={spec.scale_format!r}, expected one of {', '.join(get_args(ScaleFormat))}")
     if spec.scale_format != "float" and spec.format.kind != "float":
         raise SpecError(
-            f"got scale_format={spec.scale_format!r} for {spec.format.name}, but only float formats support it: "
-            "use scale_format='float'"
+            f"got scale_format={spec.scale_format!r} for {spec.format.name}, but only small floats such as "
+            "float4_e2m1fn support it: use scale_format='float'"
         )
 
 
@@ -377,7 +377,7 @@ def code_dtype(spec: QuantSpec) -> np.dtype[Any]:
 
 
 def parameter_bits(spec: QuantSpec, sets: int, float_bits: int = 32) -> int:
-    """Return the total bit count of ``sets`` scales, of zero points (affine specs) and of a tensor scale (NVFP4)."""
+    """Return how many bits ``sets`` scales need, including zero points (affine specs) and the tensor scale (NVFP4)."""
     scale_bits = float_bits if spec.scale_format == "float" else 8
     tensor_bits = 32 if spec.scale_format == "e4m3" else 0
     return sets * (scale_bits + (0 if spec.symmetric else spec.bits)) + tensor_bits

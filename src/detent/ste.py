@@ -91,7 +91,7 @@ _MASKS: dict[str, Estimator] = {
 
 
 def get_estimator(value: EstimatorLike, convention: Convention) -> Estimator:
-    """Return an estimator for None (the convention's mask), a name or a callable; return an estimator unchanged."""
+    """Return the estimator for a name, a callable, or None, which stands for the mask of the convention."""
     if value is None:
         return _MASKS[convention.mask]
     if isinstance(value, Estimator):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper, save
+from PIL import Image
 
 TIMEOUT = 120
 
@@ -59,6 +60,37 @@ def write_model(path, channels=16, hidden=0):
 def write_data(path, samples=24, seed=0):
     np.savez(path, x=np.random.default_rng(seed).normal(size=(samples, 8, 8, 8)).astype(np.float32))
     return Path(path)
+
+
+def write_classifier(path, size=None):
+    """Write a model of RGB images with three classes; None accepts any size."""
+    tensors = {"w1": weights(16, 3, 3, 3, seed=1), "w2": weights(16, 16, 3, 3, seed=2), "w3": weights(16, 3, seed=3)}
+    nodes = [
+        helper.make_node("Conv", ["image", "w1"], ["a"], name="first"),
+        helper.make_node("Relu", ["a"], ["b"], name="relu"),
+        helper.make_node("Conv", ["b", "w2"], ["c"], name="second"),
+        helper.make_node("GlobalAveragePool", ["c"], ["d"], name="pool"),
+        helper.make_node("Flatten", ["d"], ["e"], name="flat"),
+        helper.make_node("MatMul", ["e", "w3"], ["y"], name="head"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "classifier",
+        [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["n", 3, size or "h", size or "w"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])],
+        [numpy_helper.from_array(value, name) for name, value in tensors.items()],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+
+
+def write_photos(folder, per_class=12):
+    """Write random images of two classes."""
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        Path(folder, name).mkdir(parents=True)
+        for i in range(per_class):
+            array = rng.integers(0, 256, (20 + i, 30, 3), dtype=np.uint8)
+            Image.fromarray(array).save(Path(folder, name, f"{i:02}.png"))
 
 
 def environment(path=None, **more):

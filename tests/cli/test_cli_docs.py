@@ -8,7 +8,7 @@ import numpy as np
 from detent.cli import main
 from detent.onnx_model import make_session
 
-from .cli_cases import write_data, write_model
+from .cli_cases import write_classifier, write_data, write_model, write_photos
 
 FENCE = re.compile(r"^```sh\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = {"quantize", "verify", "inspect", "compare", "sensitivity", "bench", "doctor"}
@@ -33,6 +33,8 @@ def test_shell_lines_run(root, tmp_path, monkeypatch, capsys):
     write_model("model.onnx", hidden=256)  # hidden layers, whose weights may have 4 bits
     write_data("calibration.npz")
     np.savetxt("labels.txt", predicted_classes("model.onnx", write_data("test.npz", 40)), fmt="%d")
+    write_classifier("classifier.onnx", size=16)
+    write_photos("photos")
     for line in lines(root):
         program, *arguments = shlex.split(line)
         assert program == "detent"

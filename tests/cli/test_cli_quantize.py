@@ -15,7 +15,8 @@ import detent.sensitivity as qs
 from detent.cli import main
 from detent.evaluate.speed import Timing
 from detent.onnx_model import Provenance, make_session
-from detent.onnx_model.batches import inputs_of, open_batches
+from detent.onnx_model.batches import open_batches
+from detent.onnx_model.model_inputs import inputs_of
 
 from .cli_cases import detent, write_data, write_model
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-HEAVY = frozenset({"jax", "onnx", "onnxruntime", "openvino", "safetensors", "scipy", "torch"})
+HEAVY = frozenset({"PIL", "jax", "onnx", "onnxruntime", "openvino", "safetensors", "scipy", "tokenizers", "torch"})
 TIMEOUT = 60
 
 
@@ -46,6 +46,10 @@ def test_import_detent_loads_nothing_heavy(loaded):
     names = loaded("import detent")
     assert {"detent", "numpy", "ml_dtypes"} <= names
     assert not names & HEAVY
+
+
+def test_data_of_files_load_their_packages_on_use():
+    assert not loaded_by_modules("import detent.onnx_model.batches") & {"PIL", "tokenizers", "torch"}
 
 
 @PROBES

@@ -215,7 +215,7 @@ def test_weights_that_do_not_broadcast(kind, weight):
 @pytest.mark.parametrize("kind", ["MinMax", "EMAMinMax"])
 def test_observers_of_bounds_take_no_weights(kind):
     observer = KINDS[kind]()
-    with pytest.raises(dt.UnsupportedError, match="does not support the argument weight: use MSE, Percentile"):
+    with pytest.raises(dt.UnsupportedError, match="does not support weight=: use MSE, Percentile"):
         observer.observe(np.ones(2, np.float32), 1.0)
     assert observer.to_bytes() == KINDS[kind]().to_bytes()
 

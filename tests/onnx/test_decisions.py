@@ -21,7 +21,7 @@ import detent.sensitivity as qs
 from detent.errors import DetentError, SpecError, UnsupportedError
 from detent.onnx.decisions import REWRITE_VERSION
 from detent.onnx.stored_decisions import read_decisions
-from detent.onnx_model.batches import inputs_of
+from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.provenance import Provenance
 from detent.spec import QuantSpec
 

@@ -272,7 +272,7 @@ def test_progress_is_reported(tmp_path):
         ({"data": []}, dt.SpecError, "no batches"),
         ({"data": [{"y": FEEDS[0]["x"]}]}, dt.DetentError, "no input 'y': its inputs are x"),
         ({"data": [FEEDS[0]["x"][0]]}, dt.ShapeError, "shape"),
-        ({"data": [FEEDS[0]["x"].astype(np.float64)]}, dt.DtypeError, "astype"),
+        ({"data": [FEEDS[0]["x"].astype(np.float16)]}, dt.DtypeError, "astype"),
         ({"skip": ["frist"]}, dt.SpecError, "first"),
         ({"recipe": dt.Recipe([dt.Rule("nothing*", weight="int8/axis0")])}, dt.SpecError, "matches none"),
         ({"target": "onnxruntme"}, dt.SpecError, "onnxruntime"),

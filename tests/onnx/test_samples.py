@@ -10,7 +10,8 @@ import detent as dt
 import detent.onnx as qo
 from detent.onnx import samples
 from detent.onnx.samples import SampleChooser, Samples, choose_samples
-from detent.onnx_model.batches import inputs_of, open_batches
+from detent.onnx_model.batches import open_batches
+from detent.onnx_model.model_inputs import inputs_of
 
 
 def chosen(model, feeds):
@@ -91,7 +92,7 @@ def test_an_iterator_gives_its_first_samples_and_is_read_once():
 @pytest.mark.parametrize(("count", "fitted", "evaluated"), [(1, 1, 1), (2, 1, 1), (5, 3, 2), (32, 24, 8)])
 def test_fitted_and_evaluated_samples_do_not_overlap(count, fitted, evaluated):
     feeds = images(count, batch=1)
-    split = Samples.of(feeds, every=32, compared=16)
+    split = Samples.of(feeds, max_samples=32, num_compared=16)
     assert (len(split.fitted), len(split.evaluated)) == (fitted, evaluated)
     assert count == 1 or equal([*split.fitted, *split.evaluated], feeds)
     assert equal(split.compared, feeds[-16:])

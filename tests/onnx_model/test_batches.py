@@ -9,7 +9,8 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 import detent as dt
-from detent.onnx_model.batches import Batches, InputInfo, inputs_of, open_batches
+from detent.onnx_model.batches import Batches, open_batches
+from detent.onnx_model.model_inputs import InputInfo, inputs_of
 
 F32, I64 = np.dtype("float32"), np.dtype("int64")
 X = InputInfo("x", F32, (None, 3))
@@ -119,6 +120,135 @@ def test_a_lazy_source_is_started_once_per_pass():
     assert len(starts) == 2
 
 
+def test_a_callable_is_called_once_per_pass():
+    calls = []
+
+    def data():
+        calls.append(1)
+        return (x(start=i) for i in range(3))
+
+    batches = open_batches(data, [X])
+    assert (batches.is_repeatable, batches.count) == (True, None)
+    assert [[feed["x"][0, 0] for feed in batches] for _ in range(2)] == [[0, 1, 2]] * 2
+    assert len(calls) == 2
+    counted = batches.with_count()
+    assert (counted.count, len(calls)) == (3, 3)
+    assert [feed["x"][0, 0] for feed in counted.subset([0, 2])] == [0, 2]
+    assert batches.with_count().with_count().count == 3
+
+
+@pytest.mark.parametrize("result", [None, 3, x(), {"x": x()}], ids=str)
+def test_a_callable_that_returns_no_iterator(result):
+    refusal(dt.SpecError, ["data() returned", type(result).__name__, "return iter"], lambda: result, [X])
+
+
+def test_an_iterator_of_unknown_length_cannot_be_counted():
+    with pytest.raises(dt.SpecError, match="callable that returns an iterator"):
+        open_batches(iter([x()]), [X]).with_count()
+
+
+# Labels
+
+
+LABELS = np.array([1, 0])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (x(), mask(), LABELS),
+        [x(), mask(), LABELS],
+        ((x(), mask()), LABELS),
+        ({"mask": mask(), "x": x()}, LABELS),
+        {"x": x(), "mask": mask(), "labels": LABELS},
+        {"x": x(), "Target": LABELS, "mask": mask()},
+    ],
+    ids=["tuple", "list", "pair of tuples", "pair with a dict", "dict", "dict with another name"],
+)
+def test_labels_are_kept_apart(batch):
+    batches = open_batches([batch, batch], [X, MASK])
+    assert [list(feed) for feed in batches] == [["x", "mask"]] * 2
+    assert batches.labels.tolist() == [1, 0, 1, 0]
+    assert batches.subset([1]).labels.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("labels", [np.array([1]), "ab", [{"box": 1}, {}], None, object()], ids=str)
+def test_labels_that_are_not_one_per_sample_are_dropped(labels):
+    batches = open_batches([(x(), labels)], [X])
+    assert len(list(batches)) == 1
+    assert batches.labels is None
+
+
+def test_labels_are_known_after_a_pass():
+    batches = open_batches([(x(), LABELS), (x(1), LABELS[:1])], [X])
+    assert batches.labels is None
+    list(batches)
+    assert batches.labels.tolist() == [1, 0, 1]
+    assert open_batches([x()], [X]).labels is None
+
+
+def test_loaders_of_torch():
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, TensorDataset
+
+    data = TensorDataset(torch.from_numpy(x(5)), torch.arange(5))
+    batches = open_batches(DataLoader(data, batch_size=2), [X])
+    assert (batches.count, batches.is_repeatable, batches.notes) == (3, True, ())
+    assert np.array_equal(np.concatenate([feed["x"] for feed in batches]), x(5))
+    assert batches.labels.tolist() == [0, 1, 2, 3, 4]
+    assert [len(feed["x"]) for feed in batches.subset([0, 2])] == [2, 1]
+    by_name = [{"x": x(5)[i], "mask": mask(5)[i]} for i in range(5)]
+    assert shapes(open_batches(DataLoader(by_name, batch_size=5), [X, MASK])) == [{"x": (5, 3), "mask": (5, 5)}]
+    (note,) = open_batches(DataLoader(data, shuffle=True), [X]).notes
+    assert "shuffle=False" in note
+
+
+def test_loaders_without_a_length():
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(torch.from_numpy(x(4)))
+
+    batches = open_batches(DataLoader(Stream(), batch_size=2), [X])
+    assert (batches.count, batches.with_count().count) == (None, 2)
+
+
+def test_tensors_with_a_method_numpy():
+    class Tensor:
+        def numpy(self):
+            return x()
+
+    (feed,) = open_batches([Tensor()], [X])
+    assert np.array_equal(feed["x"], x())
+
+
+# Types
+
+
+@pytest.mark.parametrize("kind", ["iterable", "file", "directory"])
+def test_types_are_converted_with_a_note(tmp_path, kind, caplog):
+    arrays = {"x": x(4).astype(np.float64) + 0.1, "mask": mask(4).astype(np.int32)}
+    (tmp_path / "many").mkdir()
+    np.savez(tmp_path / "d.npz", **arrays)
+    np.savez(tmp_path / "many" / "0.npz", **arrays)
+    data = {"iterable": [arrays, arrays], "file": tmp_path / "d.npz", "directory": tmp_path / "many"}[kind]
+    batches = open_batches(data, [X, MASK])
+    with caplog.at_level("INFO", "detent"):
+        feeds = list(batches)
+    assert np.array_equal(feeds[0]["x"][0], arrays["x"][0].astype(F32))
+    assert {feed["mask"].dtype for feed in feeds} == {I64}
+    notes = ("data: input 'x' rounded from float64 to float32", "data: input 'mask' converted from int32 to int64")
+    assert batches.notes == notes
+    assert len(caplog.messages) == (0 if kind == "iterable" else 2)  # an iterable was checked when it was opened
+
+
+def test_integers_that_do_not_fit_are_errors():
+    data = [x().astype(np.int64), np.full((1, 3), 2**24 + 1)]
+    refusal(dt.DtypeError, ["batch 1", "'x'", "16777217", "not exact in float32"], data, [X])
+
+
 @pytest.mark.parametrize(
     ("data", "error", "words"),
     [
@@ -128,15 +258,14 @@ def test_a_lazy_source_is_started_once_per_pass():
         (x(), dt.SpecError, ["ndarray", "[data]"]),
         ({"x": x()}, dt.SpecError, ["dict", "[data]"]),
         (3, dt.SpecError, ["int"]),
-        ([x().astype(np.float64)], dt.DtypeError, ["batch 0", "'x'", "float64", "x.astype('float32')"]),
-        ([x().astype(np.float16)], dt.DtypeError, ["float16", "float32"]),
+        ([x().astype(np.float16)], dt.DtypeError, ["batch 0", "'x'", "float16", "x.astype('float32')"]),
         ([x().astype(">f4")], dt.DtypeError, ["float32"]),
-        ([[1.0, 2.0, 3.0]], dt.SpecError, ["batch 0", "must be 1, got 3"]),
+        ([[1.0, 2.0, 3.0]], dt.SpecError, ["batch 0", "must be 1, or one more for labels, got 3"]),
         ([(5,)], dt.DtypeError, ["'x'", "int", "float32"]),
         ([x()[0]], dt.ShapeError, ["(3,)", "(any, 3)"]),
         ([x()[:, :2]], dt.ShapeError, ["(2, 2)", "(any, 3)"]),
         ([x(0)], dt.ShapeError, ["(0, 3)", "at least one"]),
-        ([(x(), mask())], dt.SpecError, ["must be 1, got 2"]),
+        ([(x(), mask(), mask())], dt.SpecError, ["must be 1, or one more for labels, got 3"]),
         ([{"X": x()}], dt.SpecError, ["'X'", "its inputs are x"]),
         ([{}], dt.SpecError, ["no array for x"]),
         ([x(), x(), x()[:, :2]], dt.ShapeError, ["batch 2", "(2, 2)"]),
@@ -251,7 +380,7 @@ def test_inputs_without_a_batch_axis_need_a_directory(tmp_path):
         ({"x": x(0), "mask": mask(0)}, dt.ShapeError, ["at least 1"]),
         ({"x": x()}, dt.SpecError, ["mask"]),
         ({"x": x(), "musk": mask()}, dt.SpecError, ["'musk'", "did you mean 'mask'"]),
-        ({"x": x().astype(np.float64), "mask": mask()}, dt.DtypeError, ["float64", "astype"]),
+        ({"x": x().astype(np.float16), "mask": mask()}, dt.DtypeError, ["float16", "astype"]),
         ({"x": x()[:, :2], "mask": mask()}, dt.ShapeError, ["(1, 2)", "(any, 3)"]),
         ({"x": x() * np.float32(np.nan), "mask": mask()}, dt.NaNError, ["batch 0", "'x'"]),
         ({"x": np.array([None]), "mask": mask()}, dt.FileFormatError, ["'x'", "array of numbers"]),
@@ -274,7 +403,7 @@ def test_files_of_a_directory_are_checked_before_the_first_is_read(tmp_path):
 
 def test_missing_files(tmp_path):
     refusal(dt.FileFormatError, ["none.npz", "no such file"], tmp_path / "none.npz", [X])
-    refusal(dt.SpecError, ["0 .npz and .npy files"], tmp_path, [X])
+    refusal(dt.SpecError, ["holds no data", ".npz or .npy files, images, .wav files"], tmp_path, [X])
     (tmp_path / "f.npz").mkdir()
     refusal(dt.FileFormatError, ["f.npz", "no such file"], tmp_path, [X])
 

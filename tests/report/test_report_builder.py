@@ -500,7 +500,7 @@ def test_a_source_with_other_ends_is_a_note(example):
         (lambda path: qr.build(float_model()), UnsupportedError, "no QuantizeLinear"),
         (lambda path: qr.build(path.with_name("none.onnx")), FileFormatError, "no such file"),
         (lambda path: qr.build(path, [np.zeros((1, 3), np.float32)]), ShapeError, "expects (any, 12)"),
-        (lambda path: qr.build(path, [np.zeros((1, 12))]), DtypeError, "float64"),
+        (lambda path: qr.build(path, [np.zeros((1, 12), np.float16)]), DtypeError, "float16"),
         (lambda path: qr.build(path, verification="ok"), DtypeError, "expected the result of dt.verify"),
         (lambda path: qr.build(path, tables=[("a", ["b"], [])]), DtypeError, "in tables, expected qr.Table"),
     ],

@@ -14,7 +14,8 @@ from detent.errors import DtypeError, NotCalibratedError, RangeError, ShapeError
 from detent.onnx.graph_plan import weight_params
 from detent.onnx.layer_error import SwitchableModel
 from detent.onnx_model import make_session
-from detent.onnx_model.batches import inputs_of, open_batches
+from detent.onnx_model.batches import open_batches
+from detent.onnx_model.model_inputs import inputs_of
 from detent.sensitivity.bench import OutputNoise
 
 EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}
@@ -397,7 +398,7 @@ def test_refining_needs_the_model_that_was_measured(network, data):
     [
         ({"data": []}, SpecError, "no batches"),
         ({"data": None}, SpecError, "data is missing"),
-        ({"data": [np.zeros((1, 8, 6, 6))]}, DtypeError, "float64"),
+        ({"data": [np.zeros((1, 8, 6, 6), np.float16)]}, DtypeError, "float16"),
         ({"data": [np.zeros((1, 7, 6, 6), np.float32)]}, ShapeError, "7"),
         ({"samples": 0}, SpecError, "samples must be an integer of at least 1"),
         ({"widths": (40,)}, SpecError, "a bit width must be an integer in 1..16"),

@@ -7,7 +7,8 @@ import pytest
 
 import detent as dt
 from detent.onnx_model import load, make_session
-from detent.onnx_model.batches import inputs_of, open_batches
+from detent.onnx_model.batches import open_batches
+from detent.onnx_model.model_inputs import inputs_of
 from zoo import MODELS, ZOO, ZooModel, agreement
 
 QUICK = [name for name in ZOO if name != "minilm"]

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from detent.cli.exits import require
-from detent.cli.options import DATA, AsJson, BatchSize, Data, Quiet, Verbose
+from detent.cli.options import DATA, AsJson, BatchSize, Data, Preprocess, Quiet, Tokenizer, Verbose, data_files
 from detent.cli.screen import Screen
-from detent.errors import SpecError
+from detent.errors import SpecError, UnsupportedError
 from detent.tables import counted
 
 __all__ = ["EXAMPLE", "HELP", "run"]
@@ -42,6 +42,8 @@ def run(
         ),
     ] = None,
     batch_size: BatchSize = None,
+    preprocess: Preprocess = None,
+    tokenizer: Tokenizer = None,
     threads: Annotated[
         int,
         typer.Option(min=0, max=1024, metavar="N", help="Threads per model; 0 uses all cores.", rich_help_panel=TIMING),
@@ -64,6 +66,7 @@ def run(
     require("onnx", "onnxruntime")
     from detent.evaluate.speed import (  # noqa: PLC0415 - these load ONNX Runtime
         duration_text,
+        dynamic_shape_notes,
         parse_shapes,
         random_inputs,
         time_models,
@@ -76,12 +79,20 @@ def run(
     if data is not None and shapes:
         raise SpecError("got --shape and --data, but --shape is only for random inputs: drop one of these options")
     models = load_model(first), load_model(second)
-    if data is None:
-        feeds = [random_inputs(models[0], shapes)]
+    files = data_files(data, batch_size, preprocess, tokenizer)
+    if files is None:
+        feeds, notes = [random_inputs(models[0], shapes)], dynamic_shape_notes(models[0], shapes)
     else:
-        feeds = list(open_batches(data, models[0].inputs, batch_size).first(MAX_BATCHES))
+        batches = open_batches(files, models[0].inputs).first(MAX_BATCHES)
+        feeds, notes = list(batches), list(batches.notes)
+    screen.note(*notes)
     with screen.progress("timing") as step:
-        timing = time_models(*models, feeds, threads=threads, repeat=repeat, seconds=5.0, progress=step)
+        try:
+            timing = time_models(*models, feeds, threads=threads, repeat=repeat, seconds=5.0, progress=step)
+        except UnsupportedError as error:
+            if files is not None or not notes:
+                raise
+            raise UnsupportedError(f"{error} ({'; '.join(notes)})") from error
     inputs = {name: list(array.shape) for name, array in feeds[0].items()}
     rows = [
         (str(first), duration_text(timing.first_ms), ""),

@@ -7,11 +7,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from detent.cli.exits import check_distinct, check_is_file, check_report_path, require
-from detent.cli.options import DATA, AsJson, BatchSize, Data, Force, Quiet, Report, Verbose
+from detent.cli.options import (
+    DATA,
+    AsJson,
+    BatchSize,
+    Data,
+    Force,
+    Preprocess,
+    Quiet,
+    Report,
+    Tokenizer,
+    Verbose,
+    data_files,
+)
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 
 if TYPE_CHECKING:
+    from detent.onnx_model import DataFiles
     from detent.report import Report as ModelReport
 
 __all__ = ["EXAMPLE", "HELP", "run"]
@@ -54,6 +67,8 @@ def run(
         ),
     ] = None,
     batch_size: BatchSize = None,
+    preprocess: Preprocess = None,
+    tokenizer: Tokenizer = None,
     report: Report = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -62,11 +77,16 @@ def run(
 ) -> None:
     """Compare two reports or models; see ``HELP``."""
     check_report_path(report, force=force)
-    check_distinct({"--report": report}, {"A": first, "B": second, "--data": data, "--source": source})
+    read = {"A": first, "B": second, "--data": data, "--source": source, "--tokenizer": tokenizer}
+    check_distinct({"--report": report}, read)
     from detent import report as qr  # noqa: PLC0415 - it may load ONNX
 
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
-    comparison = qr.compare(*(_report(path, data, source, batch_size, screen) for path in (first, second)))
+    files = None
+    if data is not None or preprocess is not None or tokenizer is not None:
+        require("onnx", "onnxruntime")
+        files = data_files(data, batch_size, preprocess, tokenizer)
+    comparison = qr.compare(*(_report(path, files, source, screen) for path in (first, second)))
     screen.say(str(comparison))
     if report is not None:
         comparison.save(report)
@@ -74,9 +94,7 @@ def run(
     screen.emit(json.loads(comparison.to_json()))
 
 
-def _report(
-    path: Path, data: Path | None, source: Path | None, batch_size: int | None, screen: Screen
-) -> "ModelReport":
+def _report(path: Path, data: "DataFiles | None", source: Path | None, screen: Screen) -> "ModelReport":
     """Load a report, or build the report of a model."""
     from detent import report as qr  # noqa: PLC0415 - already loaded
 
@@ -97,5 +115,6 @@ def _report(
     if not is_quantized(model.proto):
         raise SpecError(f"{path} is not quantized: compare quantized models, and pass the float model as --source")
     screen.note(f"reading {path}")
-    batches = None if data is None else open_batches(data, model.inputs, batch_size).first(MAX_BATCHES)
+    batches = None if data is None else open_batches(data, model.inputs).first(MAX_BATCHES)
+    screen.note(*(() if batches is None else batches.notes))
     return qr.build(model, batches, source=source)

@@ -31,7 +31,10 @@ EXTRA_USES = {
     "torch": "quantization-aware training, and the demo",
     "cli": "this command",
     "report": "HTML reports",
+    "images": "calibration data from images",
+    "text": "calibration data from texts",
 }
+DISTRIBUTIONS = {"PIL": "pillow"}  # names of packages on PyPI, if they differ from the module
 
 
 def run(
@@ -127,7 +130,7 @@ def _version(module: str) -> str | None:
     try:
         if find_spec(module) is None:
             return None
-        return metadata.version(module.replace("_", "-"))
+        return metadata.version(DISTRIBUTIONS.get(module, module.replace("_", "-")))
     except metadata.PackageNotFoundError:
         return "unknown"
     except (ImportError, ValueError):

@@ -1,9 +1,14 @@
 """Options that several commands share, and the titles of the groups in which the help lists options."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from detent.errors import SpecError
+
+if TYPE_CHECKING:
+    from detent.onnx_model import DataFiles
 
 __all__ = [
     "ACCURACY",
@@ -19,10 +24,13 @@ __all__ = [
     "Labels",
     "MaxDrop",
     "Metric",
+    "Preprocess",
     "Quiet",
     "Report",
     "Skip",
+    "Tokenizer",
     "Verbose",
+    "data_files",
     "recipe_file",
 ]
 
@@ -38,7 +46,7 @@ Data = Annotated[
         "--data",
         "-d",
         metavar="PATH",
-        help="Batches: .npz, .npy, or a directory of such files.",
+        help=".npz, .npy, images, .wav, .txt, or a directory.",
         show_default=False,
         rich_help_panel=DATA,
     ),
@@ -49,7 +57,7 @@ CalibrationData = Annotated[
         "--data",
         "-d",
         metavar="PATH",
-        help="Calibration data: .npz, .npy or a directory.",
+        help=".npz, .npy, images, .wav, .txt, or a directory.",
         show_default=False,
         rich_help_panel=DATA,
     ),
@@ -60,7 +68,7 @@ BatchSize = Annotated[
         "--batch-size",
         min=1,
         metavar="N",
-        help="Samples per batch of .npy, .npz.",
+        help="Samples per batch.",
         show_default="1, or the model's",
         rich_help_panel=DATA,
     ),
@@ -87,6 +95,20 @@ MaxDrop = Annotated[
         "--max-drop", metavar="N", help="Limit the metric's drop (0.5%) with layers in float.", rich_help_panel=ACCURACY
     ),
 ]
+Preprocess = Annotated[
+    str | None,
+    typer.Option(
+        "--preprocess",
+        metavar="TEXT",
+        help="imagenet, 0..1, -1..1, mean=..., size=...",
+        show_default="guessed",
+        rich_help_panel=DATA,
+    ),
+]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", metavar="FILE", help="The tokenizer.json for a .txt file.", hidden=True),
+]
 Skip = Annotated[
     list[str] | None,
     typer.Option(
@@ -109,3 +131,17 @@ Report = Annotated[
 def recipe_file(recipe: str) -> Path | None:
     """Return the path if the recipe is a file, and None if it is a preset."""
     return Path(recipe) if Path(recipe).suffix.lower() in {".toml", ".json"} else None
+
+
+def data_files(
+    data: Path | None, batch_size: int | None, preprocess: str | None, tokenizer: Path | None
+) -> "DataFiles | None":
+    """Return the value of --data with its options; None without --data."""
+    from detent.onnx_model import DataFiles  # noqa: PLC0415 - it loads ONNX
+
+    if data is not None:
+        return DataFiles(data, batch_size, preprocess, tokenizer)
+    for option, value in (("--preprocess", preprocess), ("--tokenizer", tokenizer)):
+        if value is not None:
+            raise SpecError(f"got {option}, but no data: pass --data, or drop {option}")
+    return None

@@ -30,10 +30,13 @@ from detent.cli.options import (
     Labels,
     MaxDrop,
     Metric,
+    Preprocess,
     Quiet,
     Report,
     Skip,
+    Tokenizer,
     Verbose,
+    data_files,
     recipe_file,
 )
 from detent.cli.screen import Screen
@@ -44,6 +47,7 @@ from detent.tables import bytes_text, counted, parse_bytes
 if TYPE_CHECKING:
     from detent.evaluate import Checks, DryRun, Evaluation, Split
     from detent.onnx.quality_warnings import QuantizeWarning
+    from detent.onnx_model import DataFiles
     from detent.onnx_model.files import LoadedModel
 
 __all__ = ["EXAMPLE", "HELP", "run"]
@@ -66,7 +70,8 @@ def run(
     eval_data: EvaluationData = None,
     labels: Labels = None,
     batch_size: BatchSize = None,
-    # Hidden options are for few people; docs/howto/cli.md lists them.
+    preprocess: Preprocess = None,
+    tokenizer: Tokenizer = None,
     memory_budget: Annotated[
         str | None,
         typer.Option(
@@ -89,7 +94,7 @@ def run(
         typer.Option(
             "--recipe",
             metavar="NAME",
-            help="Preset w8a8, w4a8 or w8a16 (weight-only, needs no data), or a recipe file.",
+            help="w8a8, w4a8, w8a16 (weights only), or a file.",
             rich_help_panel=ACCURACY,
         ),
     ] = "w8a8",
@@ -207,17 +212,19 @@ def run(
     _check_options(options)
     output_path = output if output is not None else default_output(model, recipe)
     read = {"--data": data, "--eval-data": eval_data, "--labels": labels, "--recipe": recipe_file(recipe)}
-    read["--resume-file"] = resume_file
+    read |= {"--resume-file": resume_file, "--tokenizer": tokenizer}
     _check_files(model, output_path, report, read, force=force, dry_run=dry_run)
     _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)
     source = load_model(model)
-    split = _split(source, data, batch_size, eval_data, labels, metric, max_drop, dry_run=dry_run)
-    _check_data(source, split, agreement=fail_below_agreement is not None)
+    files = data_files(data, batch_size, preprocess, tokenizer)
+    held_out = None if eval_data is None else data_files(eval_data, batch_size, preprocess, tokenizer)
+    split = _split(source, files, held_out, labels, metric, max_drop, dry_run=dry_run)
+    _check_data(screen, source, split, agreement=fail_below_agreement is not None)
     warnings = _target_warnings(screen, target)
     if dry_run:
         screen.note("dry run: quantizing the first batches in a subprocess")
         numbers = None if split is None else split.calibration.numbers
-        estimate = qe.dry_run(model, data, batch_size=batch_size, numbers=numbers, **options)
+        estimate = qe.dry_run(model, files, numbers=numbers, **options)
         _show_estimate(screen, estimate, output_path, force=force)
         screen.emit(
             {
@@ -282,15 +289,16 @@ def _run(
     return evaluation
 
 
-def _check_data(source: "LoadedModel", split: "Split | None", *, agreement: bool) -> None:
-    """Fail early if the data do not fit the model.
+def _check_data(screen: Screen, source: "LoadedModel", split: "Split | None", *, agreement: bool) -> None:
+    """Fail early if the data do not fit the model, and print notes about the data.
 
     If ``agreement`` is True, also fail if the first output has neither class scores nor labels.
     """
     from detent.evaluate import check_supports_agreement  # noqa: PLC0415 - already loaded
 
     if split is not None:
-        first = split.calibration.check_first()
+        first = split.check()
+        screen.note(*split.calibration.notes)
         if agreement:
             check_supports_agreement(source, first)
 
@@ -319,9 +327,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 def _split(
     source: "LoadedModel",
-    data: Path | None,
-    batch_size: int | None,
-    eval_data: Path | None,
+    data: "DataFiles | None",
+    eval_data: "DataFiles | None",
     labels: Path | None,
     metric: str | None,
     max_drop: str | None,
@@ -341,7 +348,7 @@ def _split(
         return None
     label_array = None if labels is None else qe.read_labels(labels)
     is_searched = max_drop is not None
-    return qe.split_batches(source, data, batch_size, eval_data=eval_data, labels=label_array, search=is_searched)
+    return qe.split_batches(source, data, eval_data=eval_data, labels=label_array, search=is_searched)
 
 
 def _check_limits(sqnr_db: float | None, agreement: float | None, data: Path | None, *, dry_run: bool) -> None:

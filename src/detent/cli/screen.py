@@ -56,10 +56,11 @@ class Screen:
         if self._prints_text:
             self._out.print(visible(text), style=style, soft_wrap=True)
 
-    def note(self, text: str) -> None:
-        """Print on stderr what the command is doing."""
+    def note(self, *texts: str) -> None:
+        """Print on stderr what the command is doing, one line per text."""
         if not self.quiet:
-            self._err.print(visible(text), style="dim", soft_wrap=True)
+            for text in texts:
+                self._err.print(visible(text), style="dim", soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a warning on stderr."""

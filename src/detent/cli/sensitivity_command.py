@@ -15,10 +15,13 @@ from detent.cli.options import (
     AsJson,
     BatchSize,
     Force,
+    Preprocess,
     Quiet,
     Report,
     Skip,
+    Tokenizer,
     Verbose,
+    data_files,
     recipe_file,
 )
 from detent.cli.screen import Screen
@@ -56,12 +59,14 @@ def run(
             "--data",
             "-d",
             metavar="PATH",
-            help="Batches: .npz, .npy or a directory.",
+            help=".npz, .npy, images, .wav, .txt, or a directory.",
             rich_help_panel=DATA,
         ),
     ],
     *,
     batch_size: BatchSize = None,
+    preprocess: Preprocess = None,
+    tokenizer: Tokenizer = None,
     samples: Annotated[
         int, typer.Option(min=1, metavar="N", help="Samples to measure with.", rich_help_panel=DATA)
     ] = 32,
@@ -119,7 +124,7 @@ def run(
         raise SpecError("--save-recipe saves the bits that --budget chooses: pass --budget, too")
     if report is not None and bits is not None and budget is None:
         raise SpecError("with --widths, --report shows the bits that --budget chooses: pass --budget, too")
-    read = {"the model": model, "--data": data, "--recipe": recipe_file(recipe)}
+    read = {"the model": model, "--data": data, "--recipe": recipe_file(recipe), "--tokenizer": tokenizer}
     check_distinct({"--save-recipe": save_recipe, "--report": report}, read)
     check_can_write(save_recipe, force=force, suffixes=(".toml", ".json"))
     check_report_path(report, force=force)
@@ -130,7 +135,9 @@ def run(
 
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     source = load_model(model)
-    batches = open_batches(data, source.inputs, batch_size)
+    batches = open_batches(data_files(data, batch_size, preprocess, tokenizer), source.inputs)
+    batches.check_first()
+    screen.note(*batches.notes)
     with screen.progress("measuring sensitivity") as step:
         sensitivity = qs.measure(
             source,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from detent.cli.exits import DIFFERENCE, require
-from detent.cli.options import CHECKS, DATA, AsJson, BatchSize, Quiet, Verbose
+from detent.cli.options import CHECKS, DATA, AsJson, BatchSize, Preprocess, Quiet, Tokenizer, Verbose, data_files
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 from detent.metrics import worst_output
@@ -47,7 +47,7 @@ def run(
             "--data",
             "-d",
             metavar="PATH",
-            help="Batches: .npz, .npy or a directory. Without --data, only level 1 runs.",
+            help=".npz, .npy, images, .wav, .txt, or a directory. Without --data, only level 1 runs.",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -63,6 +63,8 @@ def run(
         ),
     ] = None,
     batch_size: BatchSize = None,
+    preprocess: Preprocess = None,
+    tokenizer: Tokenizer = None,
     levels: Annotated[
         str | None,
         typer.Option(
@@ -111,12 +113,17 @@ def run(
 
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     quantized = load_model(artifact)
-    if data is None:
+    files = data_files(data, batch_size, preprocess, tokenizer)
+    notes: tuple[str, ...] = ()
+    if files is None:
         screen.note(f"replaying {artifact}")
         report = verify(source, quantized, levels=level_numbers)
     else:
-        inputs = open_batches(data, quantized.inputs, batch_size)
+        inputs = open_batches(files, quantized.inputs)
         inputs = inputs if batches is None else inputs.first(batches)
+        inputs.check_first()
+        notes = inputs.notes
+        screen.note(*notes)
         screen.note(f"verifying {artifact} on {counted(inputs.count or 0, 'batch', ',')}")
         with screen.progress("verifying") as step:
             report = verify(source, quantized, inputs.counted(step), levels=level_numbers)
@@ -126,7 +133,8 @@ def run(
     for line in [*missed, f"apart from the limits, {report}"] if report.ok and missed else [str(report), *missed]:
         screen.say(line)
     failure = report.failure or next(iter(below), "")
-    screen.emit({**json.loads(report.to_json()), "ok": not failure, "failure": failure, "below": below})
+    document = {**json.loads(report.to_json()), "ok": not failure, "failure": failure, "below": below}
+    screen.emit({**document, "data_notes": list(notes)})
     if failure:
         raise typer.Exit(DIFFERENCE)
 

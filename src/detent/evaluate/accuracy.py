@@ -36,8 +36,9 @@ from detent.model_metric import MetricComparison, MetricLike, MetricResult, spli
 from detent.onnx.metric_search import collect_outputs
 from detent.onnx.pipeline import compare_outputs
 from detent.onnx.quality_warnings import QuantizeWarning, accuracy_warnings
-from detent.onnx_model.batches import Batches, BatchSource, Feed, open_batches, samples_in
+from detent.onnx_model.batches import Batches, BatchSource, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
+from detent.onnx_model.model_inputs import Feed
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 from detent.output_measures import OutputScore
 from detent.tables import counted
@@ -67,6 +68,16 @@ class Split:
     labels: Array | None = None
     search_labels: Array | None = None
 
+    def check(self) -> Feed:
+        """Read the held-out batches and the first calibration batch, and return this one.
+
+        A damaged file among the held-out batches is then an error before anything is written.
+        """
+        if self.is_held_out:
+            for _ in self.evaluation:
+                pass
+        return self.calibration.check_first()
+
     def __str__(self) -> str:
         if self.is_held_out:
             return f"{self.evaluation.count:,} held-out {'batch' if self.evaluation.count == 1 else 'batches'}"
@@ -90,18 +101,19 @@ def split_batches(
 ) -> Split:
     """Split data into calibration and held-out batches; without labels, the data are not read.
 
+    Only data without a length, such as a callable, are read once to count the batches.
+
     Args:
         model: the model that will run on the data.
-        data: batches, an .npz or .npy file, or a directory of such files; see ``qo.quantize``. An iterator cannot be
-            split.
-        batch_size: samples per batch of an .npz or .npy file; None uses the model's fixed batch size, or 1 if the batch
-            axis is dynamic.
+        data: batches, a file or a directory; see ``qo.quantize``. An iterator cannot be split.
+        batch_size: samples per batch of files; None uses the model's fixed batch size, or 1 if the batch axis is
+            dynamic.
         eval_data: batches for the evaluation; then all of ``data`` are for calibration.
         labels: one label per sample of ``eval_data``, or of ``data`` without ``eval_data``.
         search: also set batches aside for a search with ``max_drop``; see the table in this module.
 
     Raises:
-        SpecError: the number of batches is unknown or too small, or the data can be read only once.
+        SpecError: the number of batches is too small for a search, or the data can be read only once.
         ShapeError: the number of labels is not the number of samples.
         FileFormatError, ShapeError, DtypeError: the data are malformed, or do not fit the model.
 
@@ -117,8 +129,8 @@ def split_batches(
     (4, 2, 2)
     """
     inputs = load_model(model).inputs
-    batches = _checked(open_batches(data, inputs, batch_size))
-    others = None if eval_data is None else _checked(open_batches(eval_data, inputs, batch_size))
+    batches = open_batches(data, inputs, batch_size).with_count()
+    others = None if eval_data is None else open_batches(eval_data, inputs, batch_size).with_count()
     source, count = batches if others is None else others, (batches if others is None else others).count or 0
     if search:
         calibration, searched, evaluated = _random_parts(count, has_eval_data=others is not None)
@@ -139,15 +151,6 @@ def split_batches(
         None if arrays is None else np.concatenate([arrays[i] for i in evaluated]),
         None if arrays is None or not searched else np.concatenate([arrays[i] for i in searched]),
     )
-
-
-def _checked(batches: Batches) -> Batches:
-    if batches.count is None or not batches.is_repeatable:
-        raise SpecError(
-            "data cannot be split, because its length is unknown or it can be read only once: pass a list, a file or "
-            "a directory"
-        )
-    return batches
 
 
 def _random_parts(count: int, *, has_eval_data: bool) -> tuple[list[int], list[int], list[int]]:

@@ -25,9 +25,12 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from detent.errors import DetentError, SpecError, UnsupportedError
+
+if TYPE_CHECKING:
+    from detent.onnx_model import DataFiles
 
 __all__ = ["MARGIN", "SLACK_BYTES", "DryRun", "dry_run"]
 
@@ -81,7 +84,7 @@ class DryRun:
 
 def dry_run(
     model: str | PathLike[str],
-    data: str | PathLike[str] | None = None,
+    data: "DataFiles | str | PathLike[str] | None" = None,
     *,
     batch_size: int | None = None,
     numbers: Sequence[int] | None = None,
@@ -91,8 +94,8 @@ def dry_run(
 
     Args:
         model: path of the float model.
-        data: a file or directory of batches; None for weight-only recipes.
-        batch_size: samples per batch of an .npz or .npy file; see ``split_batches``.
+        data: a file or directory, also as a ``detent.onnx_model.DataFiles``; None for weight-only recipes.
+        batch_size: samples per batch of files; see ``split_batches``.
         numbers: indices of the calibration batches, such as ``Split.calibration.numbers``; None for all batches.
         options: further arguments of ``qo.quantize``, such as ``recipe``; the values must be JSON-serializable.
 
@@ -112,8 +115,7 @@ def dry_run(
     """
     request = {
         "model": fspath(model),
-        "data": None if data is None else fspath(data),
-        "batch_size": batch_size,
+        "data": None if data is None else _encoded(data, batch_size),
         "numbers": None if numbers is None else list(numbers[:MAX_BATCHES]),
         "options": options,
     }
@@ -137,6 +139,18 @@ def dry_run(
     return DryRun(**{**answer, **lists, "total_batches": total})
 
 
+def _encoded(data: "DataFiles | str | PathLike[str]", batch_size: int | None) -> dict[str, Any]:
+    """Return the fields of ``DataFiles`` as JSON values."""
+    if isinstance(data, str | PathLike):
+        return {"path": fspath(data), "batch_size": batch_size}
+    return {
+        "path": fspath(data.path),
+        "batch_size": data.batch_size if batch_size is None else batch_size,
+        "preprocess": str(data.preprocessing),
+        "tokenizer": None if data.tokenizer is None else fspath(data.tokenizer),
+    }
+
+
 def _run_worker(request: Mapping[str, Any]) -> tuple[int, str, str]:
     """Run the other process, and return its exit code, stdout and stderr.
 
@@ -156,7 +170,7 @@ def _run_worker(request: Mapping[str, Any]) -> tuple[int, str, str]:
 
 
 def _worker_main() -> None:
-    """Main function of the other process: read a request from stdin, and write an answer to stdout."""
+    """Read a request from stdin, quantize, and write an answer to stdout, in the other process."""
     request = json.loads(sys.stdin.read())
     try:
         answer = _quantize(request)
@@ -167,13 +181,14 @@ def _worker_main() -> None:
 
 def _quantize(request: Mapping[str, Any]) -> dict[str, Any]:
     import detent.onnx as qo  # noqa: PLC0415 - only the worker needs it
+    from detent.onnx_model import DataFiles  # noqa: PLC0415
     from detent.onnx_model.batches import open_batches  # noqa: PLC0415
     from detent.onnx_model.files import load_model  # noqa: PLC0415
 
     start, before = time.perf_counter(), _memory("VmRSS")
     model, data, total = load_model(request["model"]), None, 0
     if request["data"] is not None:
-        batches = open_batches(request["data"], model.inputs, request["batch_size"])
+        batches = open_batches(DataFiles(**request["data"]), model.inputs)
         numbers, total = request["numbers"], batches.count or 0
         data = batches.first(MAX_BATCHES) if numbers is None else batches.subset(numbers)
     times: list[float] = []

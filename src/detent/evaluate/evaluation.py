@@ -279,7 +279,7 @@ def quantize_and_evaluate(  # noqa: PLR0913 - all parts of the job
         data: batches. None is possible for weight-only recipes; the quantized model is then not compared with the float
             model.
         recipe: as for ``qo.quantize``.
-        batch_size: samples per batch of an .npz or .npy file; see ``split_batches``.
+        batch_size: samples per batch of files; see ``split_batches``.
         checks: the checks to run besides accuracy.
         progress: callback f(stage, done, total) with the name of the stage; total is None if unknown.
         metric: a metric of both models on the evaluation data, as for ``qo.quantize``.
@@ -310,6 +310,8 @@ def quantize_and_evaluate(  # noqa: PLR0913 - all parts of the job
         split = split_batches(source, data, batch_size, eval_data=eval_data, labels=labels, search=is_searched)
     elif any(each is not None for each in (metric, max_drop, eval_data, labels)):
         raise NotCalibratedError("metric=, max_drop=, eval_data= and labels= need data, also for weight-only recipes")
+    if split is not None:
+        split.check()
     calibration = None if split is None else split.calibration
     stage = None if progress is None else partial(progress, "calibrating")
     # If nothing is held out, qo.quantize need not compare outputs: evaluation does so on the same batches.
@@ -369,7 +371,7 @@ class _TooLongError(Exception):
 
 
 class _Evaluator:
-    """Runs the checks of one evaluation, and collects warnings."""
+    """Runner of the checks of one evaluation, which also collects warnings."""
 
     def __init__(
         self,

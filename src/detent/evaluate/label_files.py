@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.errors import FileFormatError, SpecError
-from detent.onnx_model.batches import ArrayFile
+from detent.onnx_model.array_data import ArrayFile
 from detent.tables import bytes_text
 
 __all__ = ["read_labels"]

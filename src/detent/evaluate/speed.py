@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.errors import SpecError, closest
-from detent.onnx_model.batches import Feed, InputInfo
 from detent.onnx_model.files import ModelSource, load_model
+from detent.onnx_model.model_inputs import Feed, InputInfo
 from detent.onnx_model.sessions import SPINNING, make_session, ort_errors
 from detent.tables import counted
 
-__all__ = ["Timing", "duration_text", "parse_shapes", "random_inputs", "time_models"]
+__all__ = ["Timing", "duration_text", "dynamic_shape_notes", "parse_shapes", "random_inputs", "time_models"]
 
 MIN_RUNS, MAX_RUNS = 3, 50  # timed runs per model
 SAME_SPEED = 1.05  # two run times count as equal if their ratio is smaller than this
@@ -196,6 +196,19 @@ def random_inputs(model: ModelSource, shapes: Mapping[str, tuple[int, ...]] | No
             )
     rng = np.random.default_rng(0)
     return {info.name: _random_array(info, by_name.get(info.name), rng) for info in inputs}
+
+
+def dynamic_shape_notes(model: ModelSource, shapes: Mapping[str, tuple[int, ...]] | None = None) -> list[str]:
+    """Return a note for each random input with a dynamic axis after the first whose shape is not in ``shapes``."""
+    notes = []
+    for info in load_model(model).inputs:
+        if info.name not in (shapes or {}) and info.shape is not None and None in info.shape[1:]:
+            sizes = "x".join(str(size or DEFAULT_SIZE) for size in info.shape)
+            notes.append(
+                f"input {info.name!r} has shape {info.shape_text}: random inputs have {sizes}; for real sizes, pass "
+                f"--shape {info.name}=SIZES, such as {sizes}, or --data"
+            )
+    return notes
 
 
 def _random_array(info: InputInfo, shape: tuple[int, ...] | None, rng: np.random.Generator) -> NDArray[Any]:

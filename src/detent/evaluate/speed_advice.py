@@ -27,9 +27,9 @@ from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.pipeline import LayerReport, QuantizeReport
 from detent.onnx.quality_warnings import QuantizeWarning
 from detent.onnx.quantized_graph import placed, rewrite
-from detent.onnx_model.batches import Feed
 from detent.onnx_model.files import LoadedModel, ModelSource
 from detent.onnx_model.graph import DEQUANTIZE, QUANTIZERS
+from detent.onnx_model.model_inputs import Feed
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.sessions import make_session, ort_errors, written_name
 from detent.onnx_model.targets import PREFER_SPEED, faster, has_vnni
@@ -156,7 +156,7 @@ class _Trials:
             )
 
     def skipping(self, names: Sequence[str]) -> Iterator[_Option]:
-        """Yield ``--skip`` for the first layer or for all layers in ``names``: the faster of the two, if it helps."""
+        """Yield ``--skip`` for the first layer in ``names`` or for all of them, whichever is faster, if it helps."""
         plan, decisions = self.result.plan, self.result.decisions
         if decisions is None:
             return

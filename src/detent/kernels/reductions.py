@@ -126,7 +126,7 @@ def grid_errors(
 def best_scales(
     x: Array, tiling: Tiling, spec: QuantSpec, bounds: tuple[Array, Array], start: tuple[Array, Array], least: float
 ) -> tuple[Array, Array, Array]:
-    """Search for each parameter set's scale and zero point with the least squared error; return both and the error.
+    """Find the scale and zero point with the least squared error for each parameter set; return them and the error.
 
     ``bounds`` are the smallest and the largest value of each set. ``start`` are the min-max scale and zero point of
     each set. All four arrays have the scale's shape and the compute type of x. No scale is below ``least``.

@@ -55,7 +55,7 @@ def _best_range(spec: QuantSpec, bins: Bins) -> tuple[float, float]:
         if below and above:
             below, above = -max(-below, above), max(-below, above)
         else:
-            codes = (codes + 1) // 2  # of a symmetric spec, data of one sign use only half of the codes
+            codes = (codes + 1) // 2  # with a symmetric spec, data of one sign use only half of the codes
     if not bins.mass.size:
         return lo, hi
     zero = min(max(round(BINS * -below / (above - below)), int(below < 0)), BINS - int(above > 0))

@@ -158,7 +158,7 @@ class BinnedObserver(Observer):
         if massless.any():
             raise NotCalibratedError(
                 f"{self!r} has observed only weights below 2^-{WEIGHT_BITS} in {int(massless.sum())} of "
-                f"{massless.size} parameter sets: pass larger weights, or omit the argument weight"
+                f"{massless.size} parameter sets: pass larger weights, or omit weight="
             )
         occur = mass.any(axis=0)
         order = np.argsort(lower[occur], kind="stable")

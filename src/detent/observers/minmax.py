@@ -127,7 +127,7 @@ def mix_ranges(old: tuple[Bounds, Bounds], new: tuple[Bounds, Bounds], decay: fl
 
 
 def mix_seen_ranges(xp: AnyArray, old: Pair, new: Pair, decay: float, seen: AnyArray) -> Pair:
-    """Average two ranges as ``mix_ranges`` does, for arrays of any library; ``seen`` marks existing old ranges."""
+    """Average two ranges as ``mix_ranges`` does, for arrays of any library; ``seen`` marks old ranges with values."""
     empty = new[0] > new[1]
 
     def mix(before: AnyArray, after: AnyArray) -> AnyArray:

@@ -135,7 +135,7 @@ class Observer(ABC):
     def _batch_bounds(self, data: Array, tiling: Tiling, weight: ArrayLike | None) -> tuple[Bounds, Bounds, int]:
         """Return the bounds of a batch and the number of its non-finite elements; some subclasses update histograms."""
         if weight is not None:
-            raise UnsupportedError(f"{self!r} does not support the argument weight: use MSE, Percentile or Entropy")
+            raise UnsupportedError(f"{self!r} does not support weight=: use MSE, Percentile or Entropy")
         return minmax(data, tiling)
 
     def _as_state(self, low: Bounds, high: Bounds) -> tuple[Bounds, Bounds]:

@@ -44,7 +44,7 @@ def calibrate(
 ) -> Watching:
     """Update the observers in place with every batch, and return the observers.
 
-    The observers' state is saved in ``resume_file`` after every ``every`` batches, at the end, and on an interrupt. The
+    The observers' state is saved in ``resume_file`` at regular intervals, at the end, and on an interrupt. The
     next run with this file, new observers and the same batches resumes after the last saved batch. It gives the same
     bits as an uninterrupted run.
 

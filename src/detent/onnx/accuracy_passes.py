@@ -72,8 +72,9 @@ from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx.range_search import MIN_SAMPLES as MIN_RANGE_SAMPLES
 from detent.onnx.range_search import ChosenRanges, SampleBounds, search_ranges
 from detent.onnx.samples import Samples, choose_samples
-from detent.onnx_model.batches import Batches, inputs_of, open_batches, samples_in
+from detent.onnx_model.batches import Batches, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, copied
+from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 from detent.rule import ObserverLike, get_observer_spec
 
@@ -85,10 +86,10 @@ Feed = dict[str, NDArray[Any]]
 KeepFloat = Literal["auto", "none"]
 Effort = Literal["fast", "balanced", "best"]
 
-MAX_MULTIPLICATIONS = 2e10  # limit on all runs of the model that record the inputs of layers
-MIN_SAMPLES, MIN_COMPARED = 4, 2  # samples of a large model
-# Times, in runs of the float model: for each sample of calibration, for each sample whose activations are recorded, and
-# for each sample on which the noise at the outputs is measured. On 8 models, estimates were 0.5 to 2 times the time.
+MAX_MULTIPLICATIONS = 2e10  # limit on the runs that record the inputs of layers, all samples together
+MIN_SAMPLES, MIN_COMPARED = 4, 2  # samples that even the largest model uses
+# Times per sample, in runs of the float model: to calibrate, to record activations, and to measure the noise at the
+# outputs. On 8 models, the estimate was 0.5 to 2 times the measured time.
 CALIBRATION_RUNS, RECORDED_RUNS, MEASURED_RUNS = 3.0, 5.0, 80.0
 MIN_SECONDS_ANNOUNCED = 5.0
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
@@ -106,10 +107,11 @@ class Search(NamedTuple):
     multiplications: float
 
     def samples(self, samples: Sequence[Feed], per_sample: float) -> Samples:
-        """Split the samples into parts; a large model uses only the first samples."""
-        compared = max(MIN_COMPARED, int(self.multiplications / max(per_sample, 1.0))) if self.multiplications else 0
-        every = max(MIN_SAMPLES, int(MAX_MULTIPLICATIONS / max(per_sample, 1.0)))
-        return Samples.of(samples, max(every, compared), compared)
+        """Split the samples into the parts of ``Samples``; a large model uses only the first samples."""
+        per_sample = max(per_sample, 1.0)
+        num_compared = max(MIN_COMPARED, int(self.multiplications / per_sample)) if self.multiplications else 0
+        max_samples = max(MIN_SAMPLES, int(MAX_MULTIPLICATIONS / per_sample))
+        return Samples.of(samples, max(max_samples, num_compared), num_compared)
 
 
 EFFORTS: Mapping[Effort, Search] = MappingProxyType(
@@ -181,7 +183,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Decided:
-    """Decisions, and other parts of a report: final plan, sample batches, and changes that accuracy passes made."""
+    """Result of the accuracy passes: decisions, final plan, samples, and ``steps``, the changes as text."""
 
     decisions: Decisions
     plan: GraphPlan
@@ -207,7 +209,10 @@ def decide_with_data(
     original: LoadedModel,
     goal: MetricGoal | None = None,
 ) -> Decided:
-    """Run the accuracy passes on ``original``; ``facts`` are the decisions so far, ``goal`` limits a metric's drop."""
+    """Run the accuracy passes on ``original``.
+
+    ``facts`` are the decisions made before. ``goal`` limits the drop of a metric.
+    """
     with running("choosing kernels"):
         work = multiplications(graph_plan, batches.check_first())
         graph_plan = with_last_layers(graph_plan, work, options.prefer)
@@ -429,9 +434,9 @@ def _searched_ranges(
     samples: Samples,
     memory_budget: int | None,
 ) -> ChosenRanges:
-    """Search ranges on the samples; with too few of them, ranges are min-max ranges.
+    """Search ranges on the samples; with too few samples, use min-max ranges.
 
-    Groups with the observer of a rule, and groups whose parameters ``noise`` cannot replace, are not searched.
+    Groups whose observer a rule names, and groups whose parameters ``noise`` cannot replace, are not searched.
     """
     named = observers_of_rules(graph_plan, placements)
     fixed = {each.group for each in placements if each.group in named or not noise.can_replace(each.group)}
@@ -463,7 +468,7 @@ def _with_float(
 def _equalize_and_smooth(
     graph_plan: GraphPlan, samples: Samples, options: Options, memory_budget: int | None
 ) -> tuple[GraphPlan, tuple[Equalized, ...], tuple[Smoothed, ...]]:
-    """Return the plan of the equalized and smoothed model, and the factors."""
+    """Equalize and smooth the model; return the plan of the changed model, and the factors of both passes."""
     equalized: tuple[Equalized, ...] = ()
     smoothed: tuple[Smoothed, ...] = ()
     evaluated = samples.evaluated if options.is_measured else ()
@@ -533,7 +538,7 @@ def _less_noise(
     samples: Sequence[Feed],
     rewritten: Callable[[Decisions], ModelProto],
 ) -> Decisions:
-    """Return the decisions that give less noise at the outputs, or ``corrected`` if the noise is equal."""
+    """Return whichever decisions give less noise at the outputs, or ``corrected`` if the noise is equal."""
     names = array_outputs(model)
     if not names:
         return corrected

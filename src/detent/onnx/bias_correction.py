@@ -34,8 +34,8 @@ def corrected_biases(
 ) -> dict[str, CorrectedBias]:
     """Return the corrected biases of the plan's Conv and Gemm layers, by layer name.
 
-    ``params`` maps tensor names to the parameters of quantized tensors. The mean errors are measured on the first
-    ``samples`` samples.
+    ``params`` maps tensor names to the parameters of quantized tensors. ``samples`` is the number of samples on which
+    the mean errors are measured.
     """
     lines = {line.name: line for line in plan.quantized if line.type in CHANNEL_AXES}
     if not lines:

@@ -32,8 +32,9 @@ from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.layer_error import IsolatedLayers, noise, power
 from detent.onnx.quality_warnings import DataSummary
 from detent.onnx.samples import SampleChooser
-from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
+from detent.onnx_model.batches import Batches, BatchSource, open_batches
 from detent.onnx_model.graph import Graph, reads
+from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.sessions import record, split_by_bytes
 from detent.ops import fake_quantize
 from detent.params import QuantParams
@@ -159,7 +160,7 @@ def calibrate_groups(
     resume_file: str | PathLike[str] | None,
     samples: tuple[Feed, ...] | None = None,
 ) -> Calibration:
-    """Observe tensors with one pass over the data per group; ``groups`` None observes all tensors in one pass.
+    """Observe tensors with one pass over the data per group; ``groups=None`` observes all tensors in one pass.
 
     ``samples`` are the result of ``choose_samples``; None chooses them in the first pass.
     """
@@ -201,7 +202,7 @@ def _observers(
 
 
 def observers_of_rules(plan: GraphPlan, placements: Iterable[QuantizerPlacement]) -> dict[str, ObserverSpec]:
-    """Return the observers of rules, by group: the observer of the first layer that reads the group and has one."""
+    """Map groups to the observers that rules name; if several layers read a group, the first with a rule decides."""
     groups_of: dict[str, list[str]] = defaultdict(list)
     for each in placements:
         groups_of[each.tensor].append(each.group)
@@ -214,7 +215,7 @@ def observers_of_rules(plan: GraphPlan, placements: Iterable[QuantizerPlacement]
 
 
 class _SampledBatches:
-    """Iterates over all batches, counts them, and chooses samples unless ``chooser`` is None."""
+    """Iterable over all batches, which counts them, and chooses samples unless ``chooser`` is None."""
 
     def __init__(self, batches: Batches, chooser: SampleChooser | None) -> None:
         self.batches, self.chooser, self.count, self.summary = batches, chooser, 0, DataSummary()
@@ -402,8 +403,8 @@ def _better_clipped(
     }
     names = {name for tensor in candidates for name in readers[tensor]}
     weights = {name: plan.graph.array(plan.layers_by_name[name].weight) for name in names}
-    powers: dict[str, float] = defaultdict(float)  # of layer outputs
-    noises: dict[tuple[str, str], Array] = defaultdict(lambda: np.zeros(2))  # with min-max and clipped ranges
+    powers: dict[str, float] = defaultdict(float)  # power of each layer's output
+    noises: dict[tuple[str, str], Array] = defaultdict(lambda: np.zeros(2))  # with min-max and clipping range
     for sample in range(isolated.count if candidates else 0):
         inputs = isolated.inputs(sample)
         for tensor, params in candidates.items():

@@ -105,7 +105,7 @@ class QuantizerPlacement:
         clip_max: upper bound of the Relu or Clip before the tensor; inf without one.
         source_tensor: the tensor whose codes this tensor shares; "" if it has its own codes.
         factor: scale of this tensor divided by the scale of ``source_tensor``.
-        constants: names of scalar constants that the operator of this tensor reads, and that are quantized, too.
+        constants: names of scalar constants that are also quantized, for the operator that computes this tensor.
 
     >>> QuantizerPlacement("x", QuantSpec("uint8"), "x", ("fc",)).is_read_by_all
     False
@@ -518,7 +518,7 @@ class Decisions(_ComparedByContent):
         """Return these decisions with some layers kept in float, and without Q/DQ pairs that only these layers read.
 
         Raises:
-            SpecError: a name is not that of a layer, or the reason is empty.
+            SpecError: a name is not the name of a layer, or the reason is empty.
         """
         names = (names,) if isinstance(names, str) else names
         if not reason:

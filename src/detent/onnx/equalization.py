@@ -54,7 +54,7 @@ class _Between:
 
 
 def choose(plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None = None) -> tuple[Equalized, ...]:
-    """Choose factors for tensors between convolutions; keep only factors that reduce the readers' output error.
+    """Choose factors for tensors between convolutions; keep those that lower the error of the layers after them.
 
     ``memory_budget`` limits the bytes of activations in memory.
     """

@@ -46,16 +46,17 @@ SLOW_REASON = "ONNX Runtime would dequantize its weight in every run, which take
 # To dequantize one weight takes as long as this many multiplications in float. Measured on one thread with 8 shapes:
 # 14 to 22 for kernels of 4 x 4, and up to 45 for kernels of 2 x 2, which have few weights between two scales.
 DEQUANTIZE_WORK = 24
-MAX_DEQUANTIZE_WORK = 0.4  # share of the multiplications; above it, more weights of float layers stay in float
+MAX_DEQUANTIZE_WORK = 0.4  # relative to all multiplications; weights that would exceed it stay in float
 MAX_WIDE_WORK = 0.01  # layers with 8-bit weights do at most this share of the multiplications
-ACCEPTED_NOISE = 1.1  # times the noise of all-8-bit weights (0.4 dB); below this noise, no more layers get 8 bits
+ACCEPTED_NOISE = 1.1  # relative to the noise with 8 bits for all weights (0.4 dB); below it, no more layers get 8 bits
 MIN_GAIN = 0.02  # a layer gets 8 bits only if this removes at least this share of the noise
 
 
 def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:
     """Count the multiplications of each quantized layer on a batch, by layer name; 0 for a Gather."""
     layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
-    # Each output of a layer is a sum over a channel of its weight; each input of a ConvTranspose is spread over one.
+    # The count is output values times weights per output channel. For a ConvTranspose, it is input values times weights
+    # per input channel.
     is_spread = {name: layer.node.op_type == "ConvTranspose" for name, layer in layers.items()}
     tensors = {name: layer.data if is_spread[name] else layer.node.output[0] for name, layer in layers.items()}
     sizes = tensor_nbytes(plan.model, list(dict.fromkeys(tensors.values())), feed)
@@ -69,7 +70,8 @@ def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:
 def recurrent_multiplications(graph: Graph, feed: Feed) -> float:
     """Estimate the multiplications of recurrent layers and loops on a batch: one per weight and step.
 
-    The number of steps is not known before the model runs: the longest axis of an input, after the first, estimates it.
+    The number of steps is not known before the model runs. It is estimated as the longest axis of the inputs, except
+    for their first axis.
     """
     weights = 0
     for node in graph.nodes:
@@ -81,7 +83,12 @@ def recurrent_multiplications(graph: Graph, feed: Feed) -> float:
 
 
 class LastLayers(NamedTuple):
-    """Layers that no quantized layer follows: those kept in float, and those whose output is quantized."""
+    """Names of last layers, which have no quantized layer after them.
+
+    Attributes:
+        in_float: last layers that are kept in float.
+        quantized: last layers that get a quantized output.
+    """
 
     in_float: tuple[str, ...] = ()
     quantized: tuple[str, ...] = ()
@@ -92,8 +99,8 @@ def choose_last_layers(
 ) -> LastLayers:
     """Choose whether each last Conv, or last Gemm before an activation, stays float or gets a quantized output.
 
-    ``work`` is the result of ``multiplications``. ``tensors`` are those that can be quantized; None for all. The result
-    is empty for OpenVINO, and if ``prefer`` is "accuracy".
+    ``work`` is the result of ``multiplications``. ``tensors`` are the tensors that can be quantized; None means all.
+    The result is empty for OpenVINO, and if ``prefer`` is "accuracy".
     """
     if plan.target.runtime != "onnxruntime" or prefer == "accuracy":
         return LastLayers()
@@ -110,7 +117,7 @@ def choose_last_layers(
         large = [line.name for line in last if line.name not in small]
         in_float += small
         quantized += large
-        # The layers before those in float are last layers now.
+        # The layers before the new float layers are last layers now.
         plan = plan.without(small, FLOAT_REASON).with_quantized_outputs(large)
     return LastLayers(tuple(in_float), tuple(quantized))
 
@@ -172,7 +179,7 @@ def choose_slow_weights(plan: GraphPlan, work: Mapping[str, float]) -> list[str]
 
 
 def choose_wide(noise: NoiseByLayer, plan: GraphPlan, work: Mapping[str, float]) -> dict[str, float]:
-    """Choose the layers whose weights get 8 instead of 7 bits, each with the share of the noise that this removes."""
+    """Choose the layers whose weights get 8 instead of 7 bits; return the share of the noise that each one removes."""
     lines = {line.name: line for line in plan.quantized if line.wide_weight is not None}
     narrow = noise.noise_with({}) if lines else 0.0
     if not np.isfinite(narrow) or narrow <= NEGLIGIBLE_NOISE * noise.count:

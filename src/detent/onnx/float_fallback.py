@@ -35,13 +35,13 @@ __all__ = ["NoiseByLayer", "choose_float", "search_by_halves"]
 
 _log = logging.getLogger(__name__)
 
-MIN_NOISE_SHARE = 0.1  # share of the remaining noise that a layer alone causes; others are not tried
+MIN_NOISE_SHARE = 0.1  # only layers that alone cause this share of the remaining noise are tried
 MAX_WEIGHT_SHARE = 0.1  # share of the model's weight bytes; more would undo the compression
 MAX_LAYERS = 8  # limit on the layers kept in float
 NEGLIGIBLE_NOISE = 1e-3  # noise relative to the power of an output (30 dB); below it, no layer gets more precision
 REMOVED_NOISE_PER_COST = 3.0  # share of the remaining noise that float must remove, per share of the model's cost
-MIN_REMOVED_NOISE, MAX_REMOVED_NOISE = 0.15, 0.5  # limits of that share
-MEASURED_TYPES = (TensorProto.UNDEFINED, TensorProto.FLOAT, TensorProto.FLOAT16)  # types of outputs with noise
+MIN_REMOVED_NOISE, MAX_REMOVED_NOISE = 0.15, 0.5  # limits of the share that float must remove
+MEASURED_TYPES = (TensorProto.UNDEFINED, TensorProto.FLOAT, TensorProto.FLOAT16)  # types of measured outputs
 SEARCH_SAMPLES = 2  # samples for the search; candidates are then measured on all samples
 
 Array = NDArray[Any]
@@ -102,7 +102,7 @@ def _share(work: Mapping[str, float], name: str) -> float:
 
 
 class NoiseByLayer:
-    """Measures the noise at the outputs, relative to their power, with some layers quantized.
+    """Measurement of the noise at the outputs, relative to their power, with some layers quantized.
 
     The Q/DQ pair of an activation belongs to the layers that read the activation. If no layer reads it, the pair
     belongs to the layer that computes it.
@@ -159,14 +159,15 @@ class NoiseByLayer:
         """Whether ``noise_by_sample`` can replace the parameters of a tensor."""
         return tensor in self._owners and self._model.can_replace(_flag(tensor))
 
-    def noise_with(self, lines: Mapping[str, LayerPlan]) -> float:
-        """Measure the noise with all layers quantized; ``lines`` replaces the weight specs of some layers."""
-        return self._noise_with(lines, [{}] * len(self._samples)) if lines else self.noise_without()
+    def noise_with(self, rows: Mapping[str, LayerPlan]) -> float:
+        """Measure the noise with all layers quantized; ``rows`` are plan rows of layers with another weight spec."""
+        return self._noise_with(rows, [{}] * len(self._samples)) if rows else self.noise_without()
 
     def noise_by_sample(self, params: Sequence[Mapping[str, QuantParams]], limit: float = inf) -> float:
-        """Measure the noise with all layers quantized; ``params`` replaces parameters of tensors, for each sample.
+        """Measure the noise with all layers quantized, and with new parameters of some tensors.
 
-        The remaining samples are left out as soon as the noise is above ``limit``.
+        ``params`` has one dict per sample: the new parameters by tensor name. As soon as the noise is above ``limit``,
+        the remaining samples are left out.
         """
         return self._noise_with({}, params, limit)
 
@@ -201,9 +202,9 @@ class NoiseByLayer:
         return self._noise(self._all & (quantized | placed), None)
 
     def worst(self, share: float, kept: Iterable[str] = ()) -> dict[str, float]:
-        """Return each layer that alone causes at least ``share`` of the noise on the first samples, with its share.
+        """Return the layers that each cause at least the fraction ``share`` of the noise, with their fractions.
 
-        Shares are relative to the noise with the layers in ``kept`` in float.
+        The noise is measured on the first samples, with the layers in ``kept`` in float.
         """
         total = max(self.noise_without(kept, SEARCH_SAMPLES), 1e-30)
         return search_by_halves(self.layers, lambda names: self.noise(names, SEARCH_SAMPLES) / total, share)
@@ -235,19 +236,19 @@ class NoiseByLayer:
 
 
 def search_by_halves(
-    names: Sequence[str], share_of: Callable[[Sequence[str]], float], least: float
+    names: Sequence[str], share_of: Callable[[Sequence[str]], float], min_share: float
 ) -> dict[str, float]:
-    """Return the names whose share is at least ``least``, with their shares.
+    """Return the names whose share is at least ``min_share``, with their shares.
 
-    ``share_of`` measures several names together. Only halves with a large share are split further.
+    ``share_of`` measures the share of several names together. Only groups with a large share are split into halves.
     """
     share = share_of(names) if names else 0.0
-    if share < least or not names:
+    if share < min_share or not names:
         return {}
     if len(names) == 1:
         return {names[0]: share}
     half = len(names) // 2
-    return search_by_halves(names[:half], share_of, least) | search_by_halves(names[half:], share_of, least)
+    return search_by_halves(names[:half], share_of, min_share) | search_by_halves(names[half:], share_of, min_share)
 
 
 def _flag(tensor: str) -> str:

@@ -55,11 +55,12 @@ SLOW_BITS = 16  # ONNX Runtime has no integer kernels for 16-bit activations on 
 #     64 outputs, patches, waves); 0.45 to 2.1 with fewer weights (26 shapes)
 #   several groups, 3x3, maps of 8x8 to 32x32: 4 channels per group 1.5 to 2.8, 5: 1.3 to 2.3, 6: 1.1 to 1.9, 8: 0.9 to
 #     1.4, 10: 0.7 to 1.1, 12: 0.6 to 0.9, 16: 0.9, 32: 0.5
-# A layer that is slower than float stays in float only if its weight is small: below 5 channels per group it is.
-MIN_CONV_CHANNELS = 5  # per group; with fewer, a convolution with several groups or few weights is kept in float
+# A layer that would be slower than in float is kept in float only if its weight is small, as with fewer than 5
+# channels per group.
+MIN_CONV_CHANNELS = 5  # per group; convolutions with fewer, and with several groups or few weights, stay float
 MIN_CONV_WEIGHTS = 1600
-MIN_TRANSPOSE_SHARE = 0.01  # of all weight bytes; a ConvTranspose with a smaller weight is kept in float
-NO_KERNEL = "ONNX Runtime has no integer kernel for ConvTranspose"  # reason, and start of a note
+MIN_TRANSPOSE_SHARE = 0.01  # share of all weight bytes; a ConvTranspose with a smaller weight is kept in float
+NO_KERNEL = "ONNX Runtime has no integer kernel for ConvTranspose"  # a reason, and the start of a note
 FLOAT_BYTES = 4
 
 
@@ -122,7 +123,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
         target: the runtime that the plan is for.
         layers: one row per layer.
         model: the prepared model.
-        last_layers: names of layers that no quantized layer follows, and whose output is quantized nevertheless.
+        last_layers: names of layers with a quantized output although no quantized layer comes after them.
 
     >>> from onnx import parser
     >>> graph_plan = plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -190,7 +191,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
         return replace(self, layers=tuple(layers))
 
     def with_quantized_outputs(self, names: Iterable[str]) -> "GraphPlan":
-        """Return this plan with quantized outputs of layers that no quantized layer follows."""
+        """Return this plan with quantized outputs for some last layers, which have no quantized layer after them."""
         return replace(self, last_layers=self.last_layers | set(names))
 
     def __str__(self) -> str:
@@ -283,7 +284,7 @@ def _without_shared(graph: Graph, layers: Mapping[str, Layer], lines: Iterable[L
     quantized = {line.name: layers[line.name].weight for line in lines if line.is_quantized}
     reasons = {weight: _float_reader(graph, weight, quantized) for weight in dict.fromkeys(quantized.values())}
     texts = {
-        name: f"{reasons[weight]} also needs its weight in float, so codes would make the file larger"
+        name: f"{reasons[weight]} also reads this weight in float, so storing codes as well would make the file larger"
         for name, weight in quantized.items()
         if reasons[weight]
     }
@@ -373,7 +374,7 @@ def _runtime_problem(layer: Layer, target: Target, prefer: Preference) -> str:
 
 
 def _is_fast_stem(layer: Layer, target: Target, prefer: Preference) -> bool:
-    """Whether an integer kernel of a convolution with few input channels is faster than float."""
+    """Whether a convolution with few input channels runs faster on an integer kernel than in float."""
     has_slow_weight = prefer == "accuracy" and target.unsigned_weights
     is_dense = attribute_of(layer.node, "group", 1) == 1
     return is_dense and prod(layer.shape) >= MIN_CONV_WEIGHTS and not has_slow_weight

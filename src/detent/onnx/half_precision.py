@@ -78,7 +78,7 @@ def _is_border(graph: Graph, name: str) -> bool:
 
 
 def _widen_graph(graph: GraphProto, interface: Set[str] = frozenset(), border: Set[str] = frozenset()) -> None:
-    """Widen a graph, except the types of the tensors in ``interface`` and the Casts that write those in ``border``."""
+    """Widen a graph; keep the types of tensors in ``interface``, and the Casts that compute tensors in ``border``."""
     for tensor in graph.initializer:
         _widen_tensor(tensor)
     for value in (*graph.value_info, *graph.input, *graph.output):
@@ -102,7 +102,7 @@ def _widen_tensor(tensor: TensorProto) -> None:
 
 
 def _add_casts(graph: Graph, inputs: Iterable[str], outputs: Iterable[str]) -> None:
-    """Cast each float16 input to float32, and each float32 result that the model returns as float16 to float16."""
+    """Insert Casts from float16 to float32 after ``inputs``, and from float32 to float16 before ``outputs``."""
     for name in inputs:
         wide = graph.fresh(f"{name}_float32")
         for node in graph.consumers(name):

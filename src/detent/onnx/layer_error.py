@@ -71,11 +71,11 @@ class Probe:
 
 
 class IsolatedLayers:
-    """Runs each quantized layer of a plan by itself, on a part of the layer's input in the sample batches.
+    """The quantized layers of a plan; each layer runs by itself, on a part of its input in each sample.
 
     When ``inputs`` is first called, the model runs on all samples and records the layers' inputs. ``memory_budget``
-    limits the bytes that are recorded at once. The more samples there are, the smaller is the part of the input that is
-    used in each sample.
+    limits the bytes that are recorded at once. With more samples, the part of the input that is used in each sample is
+    smaller.
     """
 
     def __init__(self, plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None = None) -> None:
@@ -86,7 +86,7 @@ class IsolatedLayers:
         self.count = len(samples)
 
     def inputs(self, sample: int) -> Mapping[str, Array]:
-        """Return a part of each layer's input in a sample, by layer name."""
+        """Return a dict from layer names to arrays: the part of each layer's input that is used in one sample."""
         if self._inputs is None:
             self._inputs = [{} for _ in self._samples]
             tensors = [layer.data for layer in self._layers.values()]

@@ -1,4 +1,4 @@
-"""Passes of ``qo.quantize``: measure the time of each pass, and report bugs with the name of the pass.
+"""Passes of ``qo.quantize``: the time that each pass takes, and bug reports that name the pass.
 
 The message about a bug names the pass and, if known, the node or tensor. A bug is an exception that was not raised on
 purpose. DetentErrors, system errors (memory, disk) and errors in the caller's code, such as data that fails to load,
@@ -28,7 +28,7 @@ _listeners: ContextVar[tuple[Callable[[str, float], object], ...]] = ContextVar(
 _readers: ContextVar[tuple[Callable[[str], object], ...]] = ContextVar("_readers", default=())
 
 _DELIBERATE = (DetentError, OSError, MemoryError, ImportError, Warning)
-_CALLED = frozenset({"numpy", "onnx", "onnxruntime", "google", *sys.stdlib_module_names})  # called by detent
+_CALLED = frozenset({"numpy", "onnx", "onnxruntime", "google", *sys.stdlib_module_names})  # packages that detent calls
 _VARIABLES = ("node", "layer", "line", "placement", "tensor")  # local variables that name the current node or tensor
 
 

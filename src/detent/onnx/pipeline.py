@@ -37,7 +37,7 @@ from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import listening, running
 from detent.onnx.quality_warnings import QuantizeWarning, drop_warnings, quantize_warnings
 from detent.onnx.quantized_graph import layer_decisions, rewrite
-from detent.onnx_model.batches import Batches, BatchSource, open_batches, samples_in
+from detent.onnx_model.batches import KINDS, Batches, BatchSource, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, ModelSource, default_output, load, load_model, save
 from detent.onnx_model.graph import INTEGER_KERNELS, Graph
 from detent.onnx_model.sessions import (
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 Feed = dict[str, NDArray[Any]]
 
-DATA_SUFFIXES = (".npz", ".npy")  # files with these suffixes are calibration data, never models
+DATA_SUFFIXES = frozenset[str]().union(*(kind.suffixes for kind in KINDS))  # calibration data, never models
 WEIGHT_ONLY_HINT = (
     "weight-only layers: ONNX Runtime rounds their activations to 8 bits unless the session option "
     f"{ACCURACY_LEVEL!r} is '0' or '1'; a file cannot set this option"
@@ -130,6 +130,7 @@ class QuantizeReport:
         passes: maps the name of each pass to its wall time in seconds.
         search: the search for layers to keep in float, if ``max_drop`` was set.
         metric: the metric of both models on ``eval_data``; None without ``metric``, ``labels`` and ``max_drop``.
+        data_notes: the kind of data files and their preprocessing, and types that were converted.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
@@ -158,6 +159,7 @@ class QuantizeReport:
     passes: Mapping[str, float] = field(default_factory=dict)
     search: MetricSearch | None = None
     metric: MetricResult | None = None
+    data_notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values; numbers may be infinite."""
@@ -177,6 +179,7 @@ class QuantizeReport:
             "passes": dict(self.passes),
             "metric": None if self.metric is None else self.metric.to_dict(),
             "max_drop_search": None if self.search is None else self.search.to_dict(),
+            "data_notes": list(self.data_notes),
             **{name: getattr(self, name) for name in names},
         }
 
@@ -199,14 +202,8 @@ class QuantizeReport:
         """Return the lines below the table."""
         skipped = (f"output {name!r} not compared: {reason}" for name, reason in self.not_compared.items())
         metric = [] if self.metric is None else [f"{self.metric.name}: {self.metric}"]
-        return [
-            *self.steps,
-            self._summary(),
-            *metric,
-            *skipped,
-            *self.hints,
-            *(f"warning: {each}" for each in self.warnings),
-        ]
+        warnings = (f"warning: {each}" for each in self.warnings)
+        return [*self.data_notes, *self.steps, self._summary(), *metric, *skipped, *self.hints, *warnings]
 
     def _summary(self) -> str:
         quantized = sum(not layer.reason for layer in self.layers)
@@ -259,8 +256,9 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         model: a float32 model, as a path, a ModelProto, or a result of ``detent.onnx_model.load_model``.
         output: the file to write; an existing file is replaced atomically. None writes ``<model>.<recipe>.onnx`` next
             to the model file. For a ModelProto, which has no file, ``output`` is required.
-        data: calibration batches: an iterable of dicts, tuples or arrays, an .npz or .npy file, or a directory of such
-            files. Weight-only recipes need no data.
+        data: calibration batches: an iterable of dicts, tuples or arrays, a callable that returns one, a data loader,
+            an .npz, .npy, image or .wav file, or a directory of such files. A ``detent.onnx_model.DataFiles`` also has
+            options such as preprocessing or a tokenizer for texts. Weight-only recipes need no data.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         target: the runtime that the file is for, such as "onnxruntime-avx2".
         observer: observer for activations; None searches margins of ranges, and ranges to clip. The range of a rule's
@@ -326,7 +324,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     with listening(lambda name, seconds: passes.update({name: passes.get(name, 0.0) + seconds})):
         original = _load(model)
         run = RunOptions(memory_budget, progress, resume_file)
-        decided = _decide(original, data, rules, target, options, run, metric_options, force=force)
+        batches = _checked_data(original, data, rules)
+        decided = _decide(original, batches, rules, target, options, run, metric_options, force=force)
         with running("rewriting"):
             quantized = rewrite(original, decided.decisions)
         samples = decided.samples if compare else ()
@@ -337,7 +336,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             result = decided.metric(quantized)
         with running("writing"):
             report = _finish(path, decided, original.nbytes, quantized, comparison)
-    return replace(report, seconds=time.perf_counter() - start, passes=passes, metric=result)
+    notes = () if batches is None else batches.notes
+    return replace(report, seconds=time.perf_counter() - start, passes=passes, data_notes=notes, metric=result)
 
 
 def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path:
@@ -406,7 +406,9 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     metric_options = MetricOptions.of(max_drop, metric, eval_data, labels)
     recipe, target = get_recipe(recipe), get_target(target)
     run = RunOptions(memory_budget, progress, resume_file)
-    return _decide(_load(model), data, recipe, target, options, run, metric_options, force=force).decisions
+    original = _load(model)
+    batches = _checked_data(original, data, recipe)
+    return _decide(original, batches, recipe, target, options, run, metric_options, force=force).decisions
 
 
 @dataclass(frozen=True)
@@ -459,7 +461,7 @@ def _load(model: ModelSource) -> LoadedModel:
 
 def _decide(
     original: LoadedModel,
-    data: BatchSource | None,
+    batches: Batches | None,
     recipe: Recipe,
     target: Target,
     options: Options,
@@ -468,7 +470,6 @@ def _decide(
     *,
     force: bool,
 ) -> Decided:
-    batches = _checked_data(original, data, recipe)
     goal = None if metric is None else metric.goal(original, batches)
     if metric is not None and metric.max_drop is not None:
         options = replace(options, max_drop=metric.max_drop, metric=metric.name)

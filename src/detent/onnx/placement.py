@@ -31,8 +31,8 @@ CHAIN_LAYERS = ("Conv", "Gemm")  # layers that begin a chain
 CHAINED = ("Add", "Mul", "AveragePool", "GlobalAveragePool", "Sigmoid", "Concat", "LeakyRelu")
 BINARY = ("Add", "Mul")
 GATES = ("Sigmoid", "HardSigmoid", "Tanh")
-MAX_RANGE_RATIO = 4.0  # above, the Concat input with the smallest range would lose over 2 bits
-LAST_SPEC = QuantSpec("uint8")  # for outputs of last layers, if their inputs have fewer bits
+MAX_RANGE_RATIO = 4.0  # above it, the Concat input with the smallest range would lose over 2 bits
+LAST_SPEC = QuantSpec("uint8")  # spec of a last layer's output if the layer's input has fewer bits
 Range = tuple[float, float]
 
 

@@ -50,14 +50,14 @@ __all__ = [
 
 Array = NDArray[Any]
 
-MIN_SQNR_DB = 20.0  # the error is a tenth of the signal's amplitude
+MIN_SQNR_DB = 20.0  # at 20 dB, the error is a tenth of the signal's amplitude
 MIN_AGREEMENT = 0.98
 MIN_SAMPLES = 32
 MAX_FLOAT_SHARE = 0.1  # share of the weight bytes
 MAX_LAYERS_NAMED = 3
 MIN_BYTE_RANGE, MAX_BYTE = 50, 255  # largest values of inputs that look like pixels in bytes
 MIN_NORM = 0.1  # median L2 norm of a filter; filters for inputs up to 255 have norms of about 0.01
-DELIBERATE = (EXCLUDED, NO_RULE, "skipped")  # reasons that the user chose
+DELIBERATE = (EXCLUDED, NO_RULE, "skipped")  # reasons that follow from the user's choice
 UNCHANGING = (*MOVING, "Cast", "Identity", "Pad")  # operators that keep the values of an input
 
 

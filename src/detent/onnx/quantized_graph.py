@@ -360,7 +360,7 @@ def _layer_problem(
         if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
             return (
                 f"input= is a spec, but the layer's input {layer.data!r} has no placement for this layer: "
-                "add a placement, add the layer to its readers=, or set input=None"
+                "add a placement, add the layer to the placement's readers=, or set input=None"
             )
     if line.bias is not None and (problem := _bias_problem(graph, layer, line.bias, params)):
         return problem
@@ -382,7 +382,7 @@ def _bias_problem(graph: Graph, layer: Layer, bias: Array, params: QuantParams) 
         return f"bias must have shape {channels}, got {bias.shape}"
     if bias.dtype == np.int32 and params.scale.ndim and params.scale.shape != channels:
         shape = params.scale.shape
-        return f"bias must be float32, because the weight scales of shape {shape} are not one per channel; got int32"
+        return f"bias must be float32, got int32: the weight scales have shape {shape}, not one scale per channel"
     return ""
 
 
@@ -449,7 +449,7 @@ class _StoredWeight:
 
 
 class _Writer:
-    """Inserts Q/DQ nodes into a graph; keeps the parameters and names that later nodes need."""
+    """Writer of Q/DQ nodes into a graph; keeps the parameters and names that later nodes need."""
 
     def __init__(self, graph: Graph, target: Target, decisions: Decisions) -> None:
         self.graph, self.target, self._writer = graph, target, QdqWriter(graph)
@@ -513,7 +513,7 @@ class _Writer:
             self._write_table(line, layer, node)
             return
         min_bits = MIN_WEIGHT_BITS if layer.node.op_type in {"Conv", "ConvTranspose"} else 4
-        container = self.target.weight_container(params.spec, depthwise=layer.depthwise, least=min_bits)
+        container = self.target.weight_container(params.spec, depthwise=layer.depthwise, min_bits=min_bits)
         stored = self._store(layer, params, container)
         if not stored.dequantized:
             stored.dequantized = graph.fresh(f"{layer.weight}_dq")
@@ -548,7 +548,7 @@ class _Writer:
     def _write_table(self, line: LayerDecision, layer: Layer, node: NodeProto) -> None:
         """Replace a Gather of float rows by a Gather of codes."""
         params, graph = line.weight_params, self.graph
-        container = self.target.weight_container(params.spec, depthwise=True, least=MIN_WEIGHT_BITS)
+        container = self.target.weight_container(params.spec, depthwise=True, min_bits=MIN_WEIGHT_BITS)
         stored = self._store(layer, params, container)
         stem = graph.fresh(f"{layer.weight}_rows")
         nodes = gather(graph, node, stored.names, stored.qparams, layer.shape, stem, line.index_rank)

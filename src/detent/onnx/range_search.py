@@ -1,18 +1,20 @@
 """Range search: margins around min-max ranges, and clipped ranges, chosen by cross-validation.
 
-New data have larger values than the calibration data, and a range cuts them off. With few samples, these saturated
+New data may have larger values than the calibration data, and these values saturate. With few samples, saturated
 values can cause most of the noise at the outputs: in two ResNets with 32 samples, the SQNR was 44 and 40 dB on the
 calibration data, and 20 dB on other data. So the noise is measured on samples that the ranges were not computed from.
 
-The samples are split into folds. Each sample is quantized with ranges that do not depend on it: those of another fold,
-or, with many calibration samples, those of all other folds. A bound that only data outside the samples reach stays:
+The samples are split into folds. Each sample is quantized with ranges that do not depend on it: the ranges of another
+fold or, with many calibration samples, of all other folds. A bound of all data that is clearly beyond the left-out
+samples does not depend on them, and is kept. Two kinds of ranges are compared with min-max ranges:
 
-- ``hi + margin * std``, where ``std`` is the standard deviation of the samples' maxima; ``lo`` in the same way. A
-  tensor with fixed bounds, such as the output of a Sigmoid, has a small deviation, and so almost no margin. One margin
-  serves for all tensors: the smallest one whose noise is close to the least.
+- A range with a margin. Its upper bound is ``hi + margin * std``, where ``std`` is the standard deviation of the
+  samples' maxima. The lower bound is computed in the same way. A tensor with fixed bounds, such as the output of a
+  Sigmoid, has a small deviation, and so almost no margin. All tensors have the same margin: the smallest one whose
+  noise is close to the least noise.
 - The clipped range of the observer, for tensors that ``choose_clipped`` selects. First all of these tensors are clipped
   together, then each half of them, each quarter, and so on. Clipping is kept only if it removes a tenth of the noise,
-  or half of it with many calibration samples: then few of the values that are clipped are in the measured samples.
+  or half of it with many calibration samples, because the measured samples then contain few of the clipped values.
 
 A fold is small, because a model sees more data in use than in calibration: ranges of 8 samples are tested on 32.
 """
@@ -39,15 +41,15 @@ Feed = dict[str, Array]
 
 MARGINS = (0.5, 1.0, 1.5, 2.0, 3.0)  # in standard deviations
 MIN_SAMPLES = 4  # with fewer samples, ranges are not searched
-MIN_MEASURED = 8  # margins are searched only if noise is measured on so many samples: large values are rare
-FOLDS, MIN_FOLD_SAMPLES = 4, 4  # there are only two folds if four would be smaller
-MAX_EXCESS_NOISE = 1.26  # times the least noise of all margins (1 dB); the smallest margin below it is chosen
+MIN_MEASURED = 8  # with noise measured on fewer samples, margins are not searched: large values are rare
+FOLDS, MIN_FOLD_SAMPLES = 4, 4  # with fewer samples per fold, there are only two folds
+MAX_EXCESS_NOISE = 1.26  # relative to the least noise of all margins (1 dB); the smallest margin below it is chosen
 MAX_MEASUREMENTS = 16  # limit on the measurements of clipped ranges
 MAX_SWITCHED_NOISE = 0.98  # clipping more or fewer tensors must remove at least 2 % of the noise
-MAX_CLIPPED_NOISE = 0.9  # with clipped ranges, relative to min-max ranges (0.5 dB)
-MAX_CLIPPED_NOISE_MANY = 0.5  # the same with many calibration samples (3 dB)
-MANY_SAMPLES = 64  # with more calibration samples, most of them are not measured
-TOLERANCE = 1e-4  # relative to a bound; ONNX Runtime may compute other last bits if other tensors are recorded
+MAX_CLIPPED_NOISE = 0.9  # noise with clipped ranges, relative to min-max ranges (0.5 dB)
+MAX_CLIPPED_NOISE_MANY = 0.5  # the same limit with many calibration samples (3 dB)
+MANY_SAMPLES = 64  # with more calibration samples, noise is measured only on a small part of them
+TOLERANCE = 1e-4  # relative to a bound; recording other tensors may change the last bits of results in ONNX Runtime
 
 
 class SampleBounds:
@@ -69,7 +71,7 @@ class SampleBounds:
         self._ranges, self._samples, self.has_many = ranges, samples, has_many
         count = max((len(lo) for lo, _ in samples.values()), default=0)
         self.folds = FOLDS if count >= FOLDS * MIN_FOLD_SAMPLES else 2
-        # Every range includes 0. So a tensor without negative values, such as the output of a Relu, gets none.
+        # Every range includes 0. So a tensor without negative values, such as a Relu output, gets no lower margin.
         self._deviations = {
             name: (float(np.minimum(lo, 0).std()), float(np.maximum(hi, 0).std())) for name, (lo, hi) in samples.items()
         }
@@ -85,10 +87,10 @@ class SampleBounds:
         return cls({name: calibration.range(name) for name in names}, bounds, has_many=has_many)
 
     def range(self, tensor: str, margin: float, fold: int | None = None) -> tuple[float, float]:
-        """Return the range of a tensor with a margin, to be evaluated on the fold before ``fold``; None uses all data.
+        """Return the range of a tensor in one fold, with a margin; ``fold=None`` uses all calibration data.
 
-        The range is that of ``fold``. With many calibration samples, it is that of all folds except the evaluated one.
-        A bound of all data is kept if it is clearly beyond the bounds of the left-out samples.
+        The range is evaluated on the fold before ``fold``. With many calibration samples, it is the range of all folds
+        except the evaluated one. A bound of all data is kept if it is clearly beyond the left-out samples.
         """
         least, most = self._ranges[tensor]
         lo, hi = self._samples[tensor]
@@ -102,7 +104,7 @@ class SampleBounds:
 
 
 def _is_beyond(bound: float, other: float) -> bool:
-    """Return whether a bound is larger than another one, by more than rounding."""
+    """Return whether ``bound`` is larger than ``other`` by more than a rounding error."""
     return bound > other + TOLERANCE * abs(other)
 
 
@@ -113,7 +115,7 @@ class ChosenRanges(NamedTuple):
         params: scale and zero point by group of tensors.
         clipped: groups with a clipped range; None for all.
         margin: margin of all other ranges, in standard deviations.
-        bounds: from which ranges with a margin are computed; None without a search.
+        bounds: sample bounds from which ranges with a margin are computed; None without a search.
     """
 
     params: Mapping[str, QuantParams]
@@ -147,8 +149,8 @@ def search_ranges(
 ) -> ChosenRanges:
     """Choose a margin, and the groups of tensors that are clipped.
 
-    ``clipped`` are the groups that may be clipped. ``first`` is the number of samples of ``bounds`` before those of
-    ``noise``. Groups in ``fixed`` are not searched: they have no margin, and are clipped if ``clipped`` has them.
+    ``clipped`` are the groups that may be clipped. ``first`` is the index in ``bounds`` of the first sample
+    of ``noise``. Groups in ``fixed`` are not searched: they have no margin, and are clipped if ``clipped`` has them.
     """
     groups = [each for each in placements if each.group == each.tensor and not each.source_tensor]
     search = _Search(noise, [each for each in groups if each.group not in fixed], calibration, bounds, first)
@@ -166,7 +168,7 @@ def search_ranges(
 
 
 class _Search:
-    """Measures the noise of ranges at the outputs; each sample has the ranges of the fold after its own."""
+    """Search by the noise at the outputs, for which each sample is quantized with the ranges of the next fold."""
 
     def __init__(
         self,
@@ -192,11 +194,11 @@ class _Search:
 
     @cached_property
     def _plain(self) -> float:
-        """Noise without margins and clipped ranges."""
+        """Noise with min-max ranges: no margins and no clipped ranges."""
         return self._measure(0.0, ())
 
     def best_clipped(self, clipped: Collection[str]) -> set[str]:
-        """Return the groups that are clipped; none if clipping gains too little."""
+        """Choose the groups to clip among ``clipped``; none if clipping removes too little noise."""
         candidates = [each for each in self._placements if each in clipped and self._is_narrower(each)]
         if not candidates:
             return set()
@@ -227,9 +229,10 @@ class _Search:
         return full != clipped
 
     def _measure(self, margin: float, clipped: Collection[str], limit: float = inf) -> float:
-        """Measure the noise with ranges of folds, plus that with final ranges; some groups are clipped.
+        """Measure the noise with ranges of folds, plus the noise with ranges of all data.
 
-        A noise above ``limit`` is not measured to its end: the result is then only larger than the limit.
+        Groups in ``clipped`` have their clipped range. The measurement stops as soon as the noise is above ``limit``;
+        the result is then a number above the limit.
         """
         by_fold = [
             {group: self._params(group, margin, fold, is_clipped=group in clipped) for group in self._placements}
@@ -241,12 +244,12 @@ class _Search:
         return unseen + self._noise.noise_by_sample([by_fold[-1]] * len(self._folds), limit - unseen)
 
     def _params(self, group: str, margin: float, fold: int | None, *, is_clipped: bool) -> QuantParams:
-        """Return the parameters of a group from the data of a fold; None for all data."""
+        """Compute the parameters of a group from the data of a fold; ``fold=None`` uses all calibration data."""
         placement, calibration = self._placements[group], self._calibration
         if not is_clipped:
             return with_margin(placement, calibration, self._bounds, margin, fold)
-        # A clipped range depends on many values, so that of a fold is about the same as that of all data. But it is not
-        # wider than the min-max range of the fold.
+        # A clipped range depends on many values, so the clipped range of a fold is about that of all data. But it is
+        # never wider than the min-max range of the fold.
         clipped = activation_params(placement, calibration, clipped=True)
         full = with_margin(placement, calibration, self._bounds, 0.0, fold)
         return clipped if clipped.scale < full.scale else full
@@ -259,7 +262,7 @@ def with_margin(
     margin: float,
     fold: int | None = None,
 ) -> QuantParams:
-    """Compute the parameters of a group from its range with a margin; ``fold`` None takes all data."""
+    """Compute the parameters of a group from its range with a margin; ``fold=None`` uses all calibration data."""
     observed, _ = calibration.source(placement.group)
     return range_params(placement, calibration, bounds.range(observed, margin, fold))
 

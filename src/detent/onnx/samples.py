@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from detent.errors import UnsupportedError
-from detent.onnx_model.batches import Batches, InputInfo, can_cut, inputs_of, samples_in, update_digest
+from detent.onnx_model.batches import Batches, can_cut, samples_in, update_digest
+from detent.onnx_model.model_inputs import InputInfo, inputs_of
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 
 __all__ = ["SampleChooser", "Samples", "choose_samples"]
@@ -29,7 +30,7 @@ Feed = dict[str, Array]
 MAX_SAMPLES, MAX_SAMPLE_BYTES = 32, 64 << 20  # limits on the samples that are kept in memory
 MAX_EVALUATED = 8  # limit on the samples on which fitted values are evaluated
 MAX_BATCHES = 8  # limit if whole batches are samples
-TOLERANCE = 1e-3  # relative to the largest output; kernels may add in another order if the batch size differs
+TOLERANCE = 1e-3  # relative to the largest output; the accumulation order of kernels may depend on the batch size
 
 
 class Samples(NamedTuple):
@@ -48,24 +49,25 @@ class Samples(NamedTuple):
     compared: Sequence[Feed]
 
     @classmethod
-    def of(cls, samples: Sequence[Feed], every: int, compared: int) -> "Samples":
-        """Split the first ``every`` samples into fitted and evaluated ones, and select the last ``compared`` samples.
+    def of(cls, samples: Sequence[Feed], max_samples: int, num_compared: int) -> "Samples":
+        """Split at most ``max_samples`` samples into fitted and evaluated ones; the last ``num_compared`` are compared.
 
-        Fitted values are evaluated on ``min(compared, MAX_EVALUATED, half)`` samples, but on at least one sample.
+        Fitted values are evaluated on at most ``num_compared`` samples, 8 samples, or half of all samples, but on at
+        least one sample.
         """
-        samples = samples[:every]
-        count = len(samples) - min(compared, MAX_EVALUATED, len(samples) // 2)
-        return cls(samples, samples[:count], samples[count:] or samples[-1:], samples[-max(compared, 1) :])
+        samples = samples[:max_samples]
+        count = len(samples) - min(num_compared, MAX_EVALUATED, len(samples) // 2)
+        return cls(samples, samples[:count], samples[count:] or samples[-1:], samples[-max(num_compared, 1) :])
 
 
 class SampleChooser:
-    """Keeps the samples with the smallest hashes among all added batches."""
+    """Collection of the samples with the smallest hashes in all added batches."""
 
     def __init__(self, model: ModelProto, inputs: Sequence[InputInfo]) -> None:
         self._model, self._inputs = model, inputs
         self._kept: list[tuple[bytes, Feed]] = []
         self._nbytes = 0
-        self._end = b"\xff" * 33  # smallest hash that was dropped; longer than a hash as long as none was
+        self._end = b"\xff" * 33  # smallest dropped hash; initially larger than any hash
         self._is_cut: bool | None = None  # None until a batch with several samples was added
 
     @property
@@ -121,7 +123,7 @@ def _nbytes(feed: Feed) -> int:
 
 
 def _computes_each_sample(model: ModelProto, feed: Feed) -> bool:
-    """Return whether the model computes the same outputs for the first sample of a batch as for the whole batch."""
+    """Return whether the first sample of a batch gets the same outputs if the model runs on this sample alone."""
     session, names = make_session(model), array_outputs(model)
     if not names:  # for an empty list, ONNX Runtime would compute all outputs
         return False
@@ -136,7 +138,7 @@ def _computes_each_sample(model: ModelProto, feed: Feed) -> bool:
 
 
 def _is_first(one: Array, whole: Array, count: int) -> bool:
-    """Return whether ``one`` equals the first of ``count`` rows of ``whole``, except for rounding."""
+    """Return whether ``whole`` has ``count`` rows, and the first row equals the only row of ``one`` up to rounding."""
     if one.shape != (1, *whole.shape[1:]) or whole.shape[:1] != (count,):
         return False
     if one.dtype.kind != "f":

@@ -269,7 +269,7 @@ def _little_endian(values: Array) -> bytes:
 
 
 class _Initializers:
-    """Writes arrays as JSON.
+    """Writer of arrays as JSON.
 
     If a constant of the model has the dtype and bytes of an array, the JSON of the array can name this constant.
     """
@@ -302,7 +302,7 @@ def _arrays(decisions: Decisions) -> list[Array]:
 
 
 class _Reader:
-    """Reads arrays; the limit on their total number of elements grows with the size of the file's constants."""
+    """Reader of arrays; the limit on their total number of elements grows with the size of the file's constants."""
 
     def __init__(self, model: ModelProto) -> None:
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}

@@ -4,295 +4,64 @@
 data                batches
 =================== ===========================================================================================
 an iterable         dicts of arrays by input name, tuples of arrays in input order, or single arrays
-an .npz, an .npy    one array per input, with samples along the first axis; each array is cut into batches
-a directory of .npz one file per batch, in the order of the file names
-a directory of .npy one file per batch, for a model with one input
+a callable          it returns such an iterable, and is called once per pass
+a data loader       tensors, tuples or dicts of tensors; labels are kept apart
+NumPy files         see ``array_data``
+images              see ``image_data``
+.wav files          see ``sound_data``
+a .txt file         see ``text_data``
 =================== ===========================================================================================
 
-If arrays have the default names of ``numpy.savez`` (arr_0, arr_1, ...), arr_0 is the model's first input, and so on.
-
-Files are untrusted: the sizes in headers are compared with the size of the file before memory is allocated, and nothing
-is unpickled or evaluated. Arrays are read slice by slice along their first axis. ``Batches.subset`` reads only the
-slices of the chosen batches.
+A tuple with one array more than the model has inputs ends with labels, as in (images, labels). So does a pair whose
+first part is a tuple, list or dict. A dict has its labels under a name such as "labels". Labels are not passed to the
+model; ``Batches.labels`` has them.
 """
 
 import hashlib
+import logging
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import chain, islice
-from math import prod
 from os import PathLike, fspath
 from pathlib import Path
-from typing import IO, Any
-from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from onnx import ModelProto, helper
 
 from detent.checks import first_index, refuse_nan
-from detent.errors import (
-    DtypeError,
-    FileFormatError,
-    NotCalibratedError,
-    RangeError,
-    ShapeError,
-    SpecError,
-    UnsupportedError,
-    closest,
-)
+from detent.errors import DtypeError, FileFormatError, NotCalibratedError, RangeError, SpecError
+from detent.onnx_model import array_data, image_data, sound_data, text_data
+from detent.onnx_model.data_files import DataFiles, DataListing, FileBatches, list_files
+from detent.onnx_model.model_inputs import Array, Feed, InputInfo, check_input_names
 
-__all__ = [
-    "ArrayFile",
-    "BatchSource",
-    "Batches",
-    "InputInfo",
-    "can_cut",
-    "inputs_of",
-    "open_batches",
-    "samples_in",
-    "update_digest",
-]
+__all__ = ["KINDS", "BatchSource", "Batches", "DataKind", "can_cut", "open_batches", "samples_in", "update_digest"]
 
-Array = NDArray[Any]
-Feed = dict[str, Array]
+_log = logging.getLogger(__name__)
+
 Batch = Mapping[str, Any] | Sequence[Any] | Any
-BatchSource = Iterable[Batch] | str | PathLike[str]
-
-MAGIC = b"\x93NUMPY"
-LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # maps the major version of the .npy format to the bytes of the length field
-HEADER_LIMIT = 10_000  # bytes; numpy.load has the same limit
-RANK_LIMIT = 32
-MAX_CHARS_SHOWN = 200  # longer names are cut in messages
-RATIO_LIMIT = 1000  # a larger compression ratio is taken for a zip bomb
-ALWAYS_UNPACKED = 1 << 20  # bytes; members up to this size are unpacked at any ratio
-ENCRYPTED = 1  # flag bit of a zip member
-_DTYPE = re.compile(r"""['"]descr['"]\s*:\s*['"]([<>|=])([biuf])([1248])['"]""")
-_ORDER = re.compile(r"""['"]fortran_order['"]\s*:\s*(True|False)""")
-_SHAPE = re.compile(r"""['"]shape['"]\s*:\s*\(([\d\s,]{0,999})\)""")
-_DAMAGE = (BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError, ValueError, OverflowError)
+BatchSource = Iterable[Batch] | Callable[[], Iterable[Batch]] | DataFiles | str | PathLike[str]
+_LABELS = re.compile("labels?|targets?|y", re.IGNORECASE)  # names of labels in a dict
 
 
-# Files of arrays
-
-
-@dataclass(frozen=True)
-class _ArrayHeader:
-    dtype: np.dtype[Any]  # in the file's byte order
-    shape: tuple[int, ...]
-    is_fortran: bool  # the first axis varies fastest
-
-
-class ArrayFile:
-    """An .npy or .npz file; ``headers`` maps the name of each array to its checked header.
-
-    The array of an .npy file has the name "".
-    """
-
-    def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise FileFormatError(f"{fspath(self.path)}: there is no such file")
-        with self._open() as parts:
-            self.headers = {name: header for name, (header, _) in parts.items()}
-
-    @contextmanager
-    def _open(self) -> Iterator[dict[str, tuple[_ArrayHeader, IO[bytes]]]]:
-        """Open the file; yield a dict from array names to pairs of a header and a stream at the first element."""
-        with ExitStack() as stack:
-            try:
-                yield {name: (_read_header(name, size, file), file) for name, size, file in self._streams(stack)}
-            except FileFormatError as error:
-                raise FileFormatError(f"{fspath(self.path)}: {error}") from error
-            except _DAMAGE as error:
-                raise FileFormatError(f"{fspath(self.path)} is damaged, or not a NumPy file: {error}") from error
-
-    def _streams(self, stack: ExitStack) -> Iterator[tuple[str, int, IO[bytes]]]:
-        size = self.path.stat().st_size
-        if self.path.suffix == ".npy":
-            yield "", size, stack.enter_context(self.path.open("rb"))
-            return
-        archive = stack.enter_context(ZipFile(self.path))
-        members = archive.infolist()
-        _check_members(members, size)
-        for member in members:
-            yield member.filename.removesuffix(".npy"), member.file_size, stack.enter_context(archive.open(member))
-
-    def read(self) -> dict[str, Array]:
-        """Read all arrays; return a dict from names to arrays."""
-        with self._open() as parts:
-            return {name: _read(file, header, header.shape) for name, (header, file) in parts.items()}
-
-    def slices(self, step: int, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Array]]:
-        """Yield dicts from names to slices: each array is cut along its first axis, every ``step`` elements.
-
-        The last slice may be shorter. ``numbers`` are the indices of the slices to read, in ascending order; None reads
-        all slices.
-        """
-        with self._open() as parts:
-            if {name: header for name, (header, _) in parts.items()} != self.headers:
-                raise FileFormatError(
-                    "the file was changed after it was opened: read it again, and do not change it until it is read"
-                )
-            fortran = {name: _read(file, head, head.shape) for name, (head, file) in parts.items() if head.is_fortran}
-            starts = {name: file.tell() for name, (_, file) in parts.items()}
-            length = min(header.shape[0] for header in self.headers.values())
-            for number in range(-(-length // step)) if numbers is None else numbers:
-                begin, end = number * step, min((number + 1) * step, length)
-                arrays = {}
-                for name, (header, file) in parts.items():
-                    if header.is_fortran:
-                        arrays[name] = fortran[name][begin:end]
-                    else:
-                        row_bytes = prod(header.shape[1:]) * header.dtype.itemsize
-                        file.seek(starts[name] + begin * row_bytes)
-                        arrays[name] = _read(file, header, (end - begin, *header.shape[1:]))
-                yield arrays
-
-
-def _check_members(members: list[ZipInfo], size: int) -> None:
-    names = [member.filename for member in members]
-    if len({*names}) != len(names):
-        raise FileFormatError("two arrays in the file have the same name: write the file again with numpy.savez")
-    if sum(member.compress_size for member in members) > size:
-        raise FileFormatError(
-            f"the file has {size} bytes, fewer than its zip directory claims: write the file again with numpy.savez"
-        )
-    for member in members:
-        name = repr(member.filename[:MAX_CHARS_SHOWN])
-        if not member.filename.endswith(".npy"):
-            raise FileFormatError(f"zip member {name} is not an .npy array: write the file again with numpy.savez")
-        if member.flag_bits & ENCRYPTED or member.compress_type not in {ZIP_STORED, ZIP_DEFLATED}:
-            raise FileFormatError(
-                f"zip member {name} is encrypted, or NumPy cannot unpack it: write the file again with numpy.savez"
-            )
-        if member.file_size > max(ALWAYS_UNPACKED, RATIO_LIMIT * member.compress_size):
-            raise FileFormatError(
-                f"zip member {name} grows from {member.compress_size} to {member.file_size} bytes when unpacked, more "
-                f"than {RATIO_LIMIT} times: write the file again without compression, with numpy.savez"
-            )
-
-
-def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
-    """Read the header of an array, and check that the array has exactly the bytes that type and shape need."""
-    what = f"array {name[:MAX_CHARS_SHOWN]!r}" if name else "the array"
-    start = file.read(len(MAGIC) + 2)
-    width = LENGTH_BYTES.get(start[-2]) if len(start) == len(MAGIC) + 2 else None  # major version
-    if not start.startswith(MAGIC) or width is None:
-        raise FileFormatError(
-            f"{what} does not begin like an .npy file: save the array again with numpy.save or numpy.savez"
-        )
-    length = int.from_bytes(file.read(width), "little")
-    if length > HEADER_LIMIT:
-        raise FileFormatError(
-            f"{what} has a header of {length} bytes, expected at most {HEADER_LIMIT}: save the array again with "
-            "numpy.save"
-        )
-    text = file.read(length).decode("latin-1")
-    dtype, order, shape = (pattern.search(text) for pattern in (_DTYPE, _ORDER, _SHAPE))
-    if dtype is None or order is None or shape is None or len(text) != length:
-        raise FileFormatError(
-            f"{what} has the header {text[:MAX_CHARS_SHOWN].strip()!r}, expected the header of an array of numbers: "
-            "convert the array, for example with x.astype('float32'), and save it again"
-        )
-    try:
-        kind = np.dtype("?" if dtype[2] == "b" else "".join(dtype.groups()))
-    except TypeError as error:
-        raise FileFormatError(
-            f"{what} has the unknown type {''.join(dtype.groups())!r}, expected a type such as '<f4': save the array "
-            "again with numpy.save"
-        ) from error
-    sizes = tuple(int(part) for part in shape[1].split(",") if part.strip())
-    nbytes, stored = prod(sizes) * kind.itemsize, size - len(start) - width - length
-    if len(sizes) > RANK_LIMIT or nbytes != stored:
-        raise FileFormatError(
-            f"{what} of type {kind} and shape {sizes} needs {nbytes} bytes, but the file holds {stored}: "
-            "save the array again with numpy.save"
-        )
-    return _ArrayHeader(kind, sizes, order[1] == "True")
-
-
-def _read(file: IO[bytes], header: _ArrayHeader, shape: tuple[int, ...]) -> Array:
-    """Read the next elements of an array, and convert them to the byte order of this machine."""
-    expected = prod(shape) * header.dtype.itemsize
-    data = file.read(expected)
-    if len(data) != expected:
-        raise FileFormatError(
-            f"the file is truncated: expected {expected} more bytes, got {len(data)}: copy or save the file again"
-        )
-    flat = np.frombuffer(data, header.dtype).astype(header.dtype.newbyteorder("="), copy=False)
-    return flat.reshape(shape, order="F" if header.is_fortran else "C")
-
-
-# Inputs of a model
-
-
-@dataclass(frozen=True)
-class InputInfo:
-    """One input of a model."""
+class DataKind(NamedTuple):
+    """A kind of files: its name, the suffixes of its files, and the function that opens them."""
 
     name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int | None, ...] | None  # sizes that vary are None; an unknown shape is None
-
-    def check(self, dtype: np.dtype[Any], shape: tuple[int, ...], where: str) -> None:
-        """Raise DtypeError or ShapeError if an array does not fit this input; messages begin with ``where``."""
-        is_text = self.dtype == object and dtype.kind in "OUST"
-        if dtype != self.dtype and not is_text:
-            raise DtypeError(
-                f"{where}: input {self.name!r} has dtype {dtype}, but the model expects {self.dtype}: "
-                f"convert it first, for example x.astype({self.dtype.name!r})"
-            )
-        expected = self.shape
-        if expected is not None and (
-            len(expected) != len(shape) or any(a not in {None, b} for a, b in zip(expected, shape, strict=True))
-        ):
-            sizes = ", ".join("any" if size is None else str(size) for size in expected)
-            raise ShapeError(
-                f"{where}: input {self.name!r} has shape {shape}, but the model expects ({sizes}): pass arrays of "
-                "this shape"
-            )
-        if shape and not shape[0]:
-            raise ShapeError(
-                f"{where}: input {self.name!r} has shape {shape}, expected at least one sample: remove empty batches"
-            )
+    suffixes: frozenset[str]
+    open: Callable[[DataFiles, DataListing, Sequence[InputInfo]], FileBatches]
+    has_classes: bool = False  # files may be in sub-directories by class
+    in_directories: bool = True
 
 
-def inputs_of(model: ModelProto) -> list[InputInfo]:
-    """List the inputs that a caller must pass; inputs with an initializer are left out.
-
-    Raises:
-        UnsupportedError: an input is not a tensor.
-    """
-    initializers = {tensor.name for tensor in model.graph.initializer}
-    inputs = []
-    for value in model.graph.input:
-        if value.name in initializers:
-            continue
-        if value.type.WhichOneof("value") != "tensor_type":
-            raise UnsupportedError(
-                f"input {value.name!r} is not a tensor, but only tensors are supported: export "
-                "the model with tensor inputs"
-            )
-        kind = value.type.tensor_type
-        try:
-            dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
-        except (KeyError, ValueError, TypeError) as error:
-            raise UnsupportedError(
-                f"input {value.name!r} has the unknown type {kind.elem_type}: update onnx, or export the model again"
-            ) from error
-        shape = None
-        if kind.HasField("shape"):  # some exporters write 0 or -1 for sizes that vary
-            shape = tuple(axis.dim_value if axis.dim_value > 0 else None for axis in kind.shape.dim)
-        inputs.append(InputInfo(value.name, dtype, shape))
-    return inputs
-
-
-# Batches
+ARRAYS = DataKind(".npz or .npy files", array_data.SUFFIXES, array_data.open_arrays)
+KINDS = (
+    ARRAYS,
+    DataKind("images", image_data.SUFFIXES, image_data.open_images, has_classes=True),
+    DataKind(".wav files", sound_data.SUFFIXES, sound_data.open_sounds, has_classes=True),
+    DataKind(".txt files", text_data.SUFFIXES, text_data.open_texts, in_directories=False),
+)
 
 
 def samples_in(feed: Mapping[str, Array]) -> int:
@@ -305,6 +74,7 @@ class Batches:
 
     ``count`` is the number of batches, None if the source has no length. Error messages begin with ``name`` and the
     index of the batch. ``numbers`` are the indices of the batches to use, in ascending order; None uses all batches.
+    ``classes`` are the names of the classes of image and sound directories.
     """
 
     def __init__(
@@ -316,12 +86,20 @@ class Batches:
         count: int | None = None,
         name: str = "",
         numbers: Sequence[int] | None = None,
+        classes: Sequence[str] = (),
+        note: str = "",
     ) -> None:
         self.inputs = tuple(inputs)
         self.is_repeatable = is_repeatable
         self.count = count if numbers is None else len(numbers)
         self.numbers = numbers
+        self.classes = tuple(classes)
         self._source, self._name = source, name
+        # Subsets and copies share these two. Keys are the indices of batches in the source, and notes.
+        self._labels: dict[int, Array] = {}
+        self._notes: dict[str, None] = {}
+        if note:
+            self._add_note(note)
         self._begun: Iterator[tuple[int, Batch]] | None = None
         self._is_spent = False
         self._digest: Any = None
@@ -335,7 +113,46 @@ class Batches:
         if not self.is_repeatable:
             raise SpecError("batches cannot be selected from an iterator: pass data as a list, a file or a directory")
         chosen = numbers if self.numbers is None else [self.numbers[number] for number in numbers]
-        return Batches(self._source, self.inputs, name=self._name, numbers=chosen)
+        subset = Batches(self._source, self.inputs, name=self._name, numbers=chosen, classes=self.classes)
+        subset._labels, subset._notes = self._labels, self._notes
+        return subset
+
+    def with_count(self) -> "Batches":
+        """Return these batches with a known ``count``; a source without a length is read once.
+
+        Raises:
+            SpecError: the source has no length and can be read only once.
+        """
+        if self.count is not None:
+            return self
+        if not self.is_repeatable:
+            raise SpecError(
+                "data cannot be split, because it can be read only once: pass a list, a file, a directory, or a "
+                "callable that returns an iterator"
+            )
+        return self.subset(range(sum(1 for _ in self)))
+
+    @property
+    def labels(self) -> Array | None:
+        """Labels of all samples in these batches, in order; None without labels.
+
+        Labels of a directory are the numbers of its classes, known at once. Labels of other data are known after all
+        batches were read.
+        """
+        numbers = self.numbers if self.numbers is not None else range(self.count or len(self._labels))
+        if not numbers or not all(number in self._labels for number in numbers):
+            return None
+        return np.concatenate([self._labels[number] for number in numbers])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the user: preprocessing, and conversions of types in the batches read so far."""
+        return tuple(self._notes)
+
+    def _add_note(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes[note] = None
+            _log.info("%s", note)
 
     def first(self, count: int) -> "Batches":
         """Return the first ``count`` batches, or all if there are fewer."""
@@ -415,19 +232,30 @@ class Batches:
 
     def _check(self, batch: Batch, number: int) -> Feed:
         where = f"{self._name} batch {number}".strip()
-        by_name = _by_name(batch, self.inputs, where)
+        by_name, labels = _by_name(batch, self.inputs, where)
         feed = {}
         for info in self.inputs:
             array = _as_array(by_name[info.name], info, where)
             info.check(array.dtype, array.shape, where)
             _check_finite(array, info.name, where)
-            feed[info.name] = array
+            feed[info.name] = info.convert(array, where)
+            if feed[info.name].dtype != array.dtype:
+                verb = "rounded" if array.dtype.kind == "f" else "converted"
+                self._add_note(f"data: input {info.name!r} {verb} from {array.dtype} to {info.dtype}")
+        if labels is not None:
+            self._keep_labels(labels, number, samples_in(feed))
         return feed
+
+    def _keep_labels(self, labels: object, number: int, samples: int) -> None:
+        """Keep labels that are an array with one element or row per sample."""
+        array = _array_of(labels)
+        if array is not None and array.shape[:1] == (samples,):
+            self._labels[number] = array
 
 
 def _choose(source: Iterable[Batch], numbers: Sequence[int]) -> Iterator[Batch]:
     """Yield the batches with the indices ``numbers``; a source with access by index reads only these batches."""
-    if isinstance(source, _FileBatches):
+    if isinstance(source, FileBatches):
         return source.read(numbers)
     if isinstance(source, Sequence):
         return (source[number] for number in numbers)
@@ -454,31 +282,40 @@ def _bytes_of(array: Array) -> memoryview | bytes:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _by_name(batch: Batch, inputs: Sequence[InputInfo], where: str) -> Mapping[str, Any]:
+def _by_name(batch: Batch, inputs: Sequence[InputInfo], where: str) -> tuple[Mapping[str, Any], object]:
+    """Return the arrays of a batch by input name, and its labels or None."""
     names = [info.name for info in inputs]
     if isinstance(batch, Mapping):
-        _check_names(list(batch), names, where)
-        return batch
+        extra = [name for name in batch if name not in names]
+        has_labels = len(extra) == 1 and len(batch) == len(names) + 1 and _LABELS.fullmatch(str(extra[0]))
+        check_input_names([name for name in batch if not has_labels or name in names], names, where)
+        return batch, batch[extra[0]] if has_labels else None
     parts = batch if isinstance(batch, tuple | list) else (batch,)
-    if len(parts) != len(names):
+    if len(parts) == 2 and isinstance(parts[0], Mapping | tuple | list):  # (inputs, labels)
+        return _by_name(parts[0], inputs, where)[0], parts[1]
+    if len(parts) not in {len(names), len(names) + 1}:
         raise SpecError(
-            f"{where}: the number of arrays must be {len(names)}, got {len(parts)}: "
+            f"{where}: the number of arrays must be {len(names)}, or one more for labels, got {len(parts)}: "
             f"pass a dict with the keys {', '.join(names)}"
         )
-    return dict(zip(names, parts, strict=True))
+    labels = parts[-1] if len(parts) > len(names) else None
+    return dict(zip(names, parts, strict=False)), labels
 
 
-def _check_names(batch_names: Sequence[Any], names: Sequence[str], where: str) -> None:
-    unknown = [name for name in batch_names if name not in names]
-    if unknown:
-        hint = closest(str(unknown[0]), names)
-        raise SpecError(f"{where}: the model has no input {unknown[0]!r}{hint} its inputs are {', '.join(names)}")
-    missing = [name for name in names if name not in batch_names]
-    if missing:
-        raise SpecError(f"{where} has no array for {', '.join(missing)}: pass an array for each input")
+def _array_of(value: object) -> Array | None:
+    """Convert a tensor of any library to an array; return None if this is not possible."""
+    if not hasattr(value, "__array__"):
+        value = value.numpy() if callable(getattr(value, "numpy", None)) else value  # type: ignore[attr-defined]
+    try:
+        array = np.asarray(value) if hasattr(value, "__array__") else None
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return array
 
 
 def _as_array(value: Any, info: InputInfo, where: str) -> Array:  # noqa: ANN401 - callers may pass anything
+    if not hasattr(value, "__array__") and callable(getattr(value, "numpy", None)):
+        value = value.numpy()
     if not hasattr(value, "__array__"):
         raise DtypeError(
             f"{where}: input {info.name!r} is of type {type(value).__name__}, expected an array of {info.dtype}"
@@ -500,110 +337,95 @@ def _check_finite(array: Array, name: str, where: str) -> None:
 def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_size: int | None = None) -> Batches:
     """Open any kind of data as batches, and check as much as possible without reading all data.
 
-    A ``Batches`` object for the same inputs is returned unchanged. ``batch_size`` applies to .npz and .npy files; None
-    uses the batch size that the model fixes, or 1 if the model accepts any batch size. Possible errors are SpecError,
-    DtypeError, ShapeError, NaNError, RangeError and FileFormatError.
+    A ``Batches`` object for the same inputs is returned unchanged. ``batch_size`` applies to files; None uses the batch
+    size that the model fixes, or 1 if the model accepts any batch size. Possible errors are SpecError, DtypeError,
+    ShapeError, NaNError, RangeError, FileFormatError, and UnsupportedError if a package is missing.
     """
     if data is None:
         raise SpecError("data is missing: pass batches of the model's inputs, an .npz file or a directory")
-    if isinstance(data, Batches) and data.inputs == tuple(inputs):
-        return data  # already checked against these inputs
-    if isinstance(data, str | PathLike):
-        path = Path(data)
-        return _open_directory(path, inputs) if path.is_dir() else _open_file(ArrayFile(path), inputs, batch_size)
-    if isinstance(data, Mapping) or hasattr(data, "__array__") or not isinstance(data, Iterable):
+    if isinstance(data, Batches):
+        return data if data.inputs == tuple(inputs) else _reopened(data, inputs)
+    if isinstance(data, str | PathLike | DataFiles):
+        files = data if isinstance(data, DataFiles) else DataFiles(data)
+        return _open_files(files if batch_size is None else replace(files, batch_size=batch_size), inputs)
+    source = data if isinstance(data, Iterable) or not callable(data) else _Calls(data)
+    if isinstance(source, Mapping) or hasattr(source, "__array__") or not isinstance(source, Iterable):
         raise SpecError(
-            f"data must be a list of batches, a file or a directory, got {type(data).__name__}: for one batch, "
-            "pass [data]"
+            f"data must be a list of batches, a callable, a file or a directory, got {type(data).__name__}: for one "
+            "batch, pass [data]"
         )
-    is_repeatable = data.is_repeatable if isinstance(data, Batches) else not isinstance(data, Iterator)
-    count = data.count if isinstance(data, Batches) else len(data) if isinstance(data, Sized) else None
-    batches = Batches(data, inputs, is_repeatable=is_repeatable, count=count)
+    count = _length(source)
+    batches = Batches(source, inputs, is_repeatable=not isinstance(source, Iterator), count=count)
+    if type(getattr(source, "sampler", None)).__name__ == "RandomSampler":
+        batches._add_note("data: the loader shuffles in every pass, so results vary: pass a loader with shuffle=False")
     batches.check_first()
     return batches
 
 
-class _FileBatches:
-    """Batches in files; ``read(numbers)`` yields the batches with these indices, and ``read(None)`` all batches."""
+class _Calls:
+    """Batches from a callable, which is called once per pass."""
 
-    def __init__(self, read: Callable[[Sequence[int] | None], Iterator[Batch]]) -> None:
-        self.read = read
+    def __init__(self, function: Callable[[], Iterable[Batch]]) -> None:
+        self._function = function
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.read(None)
+        batches = self._function()
+        if not isinstance(batches, Iterable) or isinstance(batches, Mapping) or hasattr(batches, "__array__"):
+            raise SpecError(
+                f"data() returned {type(batches).__name__}, expected an iterator of batches: return iter([batch, ...])"
+            )
+        return iter(batches)
 
 
-def _open_directory(directory: Path, inputs: Sequence[InputInfo]) -> Batches:
-    paths = sorted(path for path in directory.iterdir() if path.suffix in {".npz", ".npy"})
-    if len({path.suffix for path in paths}) != 1:
+def _length(source: Iterable[Batch]) -> int | None:
+    """Return the number of batches, or None if it is unknown; loaders of iterable datasets raise TypeError."""
+    try:
+        return len(source) if isinstance(source, Sized) else None
+    except TypeError:
+        return None
+
+
+def _reopened(data: Batches, inputs: Sequence[InputInfo]) -> Batches:
+    """Return batches that are checked against the inputs of another model."""
+    batches = Batches(data, inputs, is_repeatable=data.is_repeatable, count=data.count, classes=data.classes)
+    batches._notes = data._notes
+    if data.labels is not None and data.count is not None:
+        numbers = data.numbers if data.numbers is not None else range(data.count)
+        batches._labels = {i: data._labels[number] for i, number in enumerate(numbers)}
+    batches.check_first()
+    return batches
+
+
+def _open_files(files: DataFiles, inputs: Sequence[InputInfo]) -> Batches:
+    """Open files with the module for their kind."""
+    root = Path(files.path)
+    kind = _kind_in(root) if root.is_dir() else _kind_of(root)
+    opened = kind.open(files, _listing(root, kind), inputs)
+    batches = Batches(opened, inputs, count=opened.count, name=opened.name, classes=opened.classes, note=opened.note)
+    batches._labels = dict(enumerate(opened.labels))
+    return batches
+
+
+def _kind_of(path: Path) -> DataKind:
+    if not path.is_file():
+        raise FileFormatError(f"{fspath(path)}: there is no such file")
+    return next((kind for kind in KINDS if path.suffix.lower() in kind.suffixes), ARRAYS)
+
+
+def _kind_in(directory: Path) -> DataKind:
+    """Return the kind of the files in a directory."""
+    kinds = [kind for kind in KINDS if kind.in_directories and _listing(directory, kind).paths]
+    if len(kinds) == 1:
+        return kinds[0]
+    names = [kind.name for kind in KINDS if kind.in_directories]
+    if kinds:
         raise SpecError(
-            f"{fspath(directory)} holds {len(paths)} .npz and .npy files: expected only .npz or only .npy files, "
-            "one per batch"
+            f"{fspath(directory)} holds {' and '.join(kind.name for kind in kinds)}: expected files of one kind"
         )
-    files = [ArrayFile(path) for path in paths]
-    for file in files:
-        names = _names_in(file, inputs)
-        for info in inputs:
-            header = file.headers[names[info.name]]
-            info.check(header.dtype.newbyteorder("="), header.shape, fspath(file.path))
-
-    def read(numbers: Sequence[int] | None) -> Iterator[Batch]:
-        for file in files if numbers is None else (files[number] for number in numbers):
-            arrays, names = file.read(), _names_in(file, inputs)
-            yield {info.name: arrays[names[info.name]] for info in inputs}
-
-    return Batches(_FileBatches(read), inputs, count=len(files), name=fspath(directory))
+    raise SpecError(f"{fspath(directory)} holds no data: expected {', '.join(names)}")
 
 
-def _open_file(file: ArrayFile, inputs: Sequence[InputInfo], batch_size: int | None) -> Batches:
-    where = fspath(file.path)
-    names = _names_in(file, inputs)
-    headers = {info.name: file.headers[names[info.name]] for info in inputs}
-    lengths = {name: header.shape[0] if header.shape else 0 for name, header in headers.items()}
-    length = min(lengths.values(), default=0)
-    if not length or max(lengths.values()) != length:
-        raise ShapeError(
-            f"{where}: the arrays hold {lengths} samples, expected the same number of samples in each array, and at "
-            "least 1"
-        )
-    size = _batch_size(inputs, batch_size, length, where)
-    for info in inputs:
-        header = headers[info.name]
-        info.check(header.dtype.newbyteorder("="), (size, *header.shape[1:]), where)
-
-    def read(numbers: Sequence[int] | None) -> Iterator[Batch]:
-        for part in file.slices(size, numbers):
-            yield {info.name: part[names[info.name]] for info in inputs}
-
-    return Batches(_FileBatches(read), inputs, count=-(-length // size), name=where)
-
-
-def _batch_size(inputs: Sequence[InputInfo], requested: int | None, length: int, where: str) -> int:
-    """Choose the number of samples per batch: the size that the model fixes, or the requested size, or 1."""
-    fixed = {info.shape[0] if info.shape else 0 for info in inputs if info.shape is not None} - {None}
-    if len(fixed) > 1 or 0 in fixed:
-        raise ShapeError(
-            f"{where}: the inputs share no batch axis, so the file cannot be split into samples: "
-            "pass a directory with one .npz per batch"
-        )
-    size = next((int(size) for size in fixed if size), requested or 1)
-    if requested not in {None, size} or size < 1:
-        raise ShapeError(f"{where}: got a batch size of {requested}, but the model expects {size}: omit the batch size")
-    if fixed and length % size:
-        raise ShapeError(
-            f"{where}: the number of samples, {length}, must be a multiple of the model's batch size, {size}: "
-            f"remove {length % size} of the samples, or add {size - length % size}"
-        )
-    return size
-
-
-def _names_in(file: ArrayFile, inputs: Sequence[InputInfo]) -> dict[str, str]:
-    """Map each input to the name of its array in a file."""
-    names, stored, where = [info.name for info in inputs], list(file.headers), fspath(file.path)
-    unnamed = [""] if file.path.suffix == ".npy" else [f"arr_{i}" for i in range(len(names))]
-    if {*stored} != {*names} and sorted(stored) == sorted(unnamed) and len(stored) == len(names):
-        return dict(zip(names, unnamed, strict=True))
-    if stored == [""]:
-        raise FileFormatError(f"{where} holds one array, but the model's inputs are {', '.join(names)}: use .npz files")
-    _check_names(stored, names, where)
-    return dict(zip(names, names, strict=True))
+def _listing(root: Path, kind: DataKind) -> DataListing:
+    if kind.has_classes or not root.is_dir():
+        return list_files(root, kind.suffixes)
+    return DataListing(root, tuple(sorted(path for path in root.iterdir() if path.suffix in kind.suffixes)))

@@ -31,8 +31,8 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from detent import storage
 from detent.errors import FileFormatError, SpecError, UnsupportedError
-from detent.onnx_model.batches import InputInfo, inputs_of
 from detent.onnx_model.graph import BITS, MAIN, check_depth, sort_nodes
+from detent.onnx_model.model_inputs import InputInfo, inputs_of
 from detent.onnx_model.provenance import digest_of
 from detent.recipe import Recipe
 

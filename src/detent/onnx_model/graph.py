@@ -89,8 +89,8 @@ BITS = {
 }
 
 
-def element_type(format: Format, least: int = 4) -> int:
-    """Return the smallest ONNX type of at least ``least`` bits that holds the codes of a format.
+def element_type(format: Format, min_bits: int = 4) -> int:
+    """Return the smallest ONNX type that holds the codes of a format and has at least ``min_bits`` bits.
 
     Raises:
         UnsupportedError: ONNX has no such type.
@@ -102,7 +102,7 @@ def element_type(format: Format, least: int = 4) -> int:
     """
     name = format.onnx
     if format.is_integer:
-        bits = next((bits for bits in (4, 8, 16) if bits >= max(format.bits, least)), None)
+        bits = next((bits for bits in (4, 8, 16) if bits >= max(format.bits, min_bits)), None)
         name = f"{'' if format.signed else 'U'}INT{bits}" if bits else ""
     if not name:
         raise UnsupportedError(f"ONNX has no type for the codes of {format.name}: use another format, such as int8")

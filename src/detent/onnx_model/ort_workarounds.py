@@ -103,7 +103,7 @@ def share_floats(graph: Graph) -> list[str]:
 
 
 class _Threats:
-    """Finds the tensors to which ONNX Runtime can move Q/DQ nodes, and the layers that it may then quantize."""
+    """The tensors to which ONNX Runtime can move Q/DQ nodes, and the layers that it may then quantize."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

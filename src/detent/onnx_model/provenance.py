@@ -118,7 +118,7 @@ def _read_entry(model: ModelProto, key: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class RuntimeRecord:
-    """Integer kernels that ONNX Runtime chose for a file on the machine that wrote it.
+    """Version, machine and integer kernels of ONNX Runtime when a file was written.
 
     Attributes:
         onnxruntime: version of ONNX Runtime.

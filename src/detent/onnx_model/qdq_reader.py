@@ -73,7 +73,7 @@ _CODE_TYPES = [
 ]
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 _OWN_CODES = (*CODE_OPERATORS, "GatherBlockQuantized", "MatMulBnb4")  # operators with their own layout of codes
-_TABLE_STEPS = {  # between a table's Gather and its Mul: maps each operator to those that may follow it
+_TABLE_STEPS = {  # between a table's Gather and its Mul: maps each operator to the operators that may follow it
     "Gather": ("Cast",),
     "Cast": ("Reshape", "Sub", "Mul"),
     "Reshape": ("Sub", "Mul"),

@@ -193,7 +193,7 @@ class Pair(NamedTuple):
 
 
 class QdqWriter:
-    """Adds the constants of Q/DQ nodes to a graph, and makes the nodes; the caller inserts the nodes.
+    """Writer of Q/DQ nodes: adds their constants to a graph, and makes the nodes; the caller inserts the nodes.
 
     ``bounds`` are the suffixes of the names of a Clip's two bounds. Nodes are named ``<stem>_<operator>`` if
     ``named_by_operator``, otherwise ``<output>_node``.
@@ -281,7 +281,7 @@ def _clip_bounds(qparams: QdqParams) -> tuple[Array, Array]:
     if qparams.scale.ndim:
         raise UnsupportedError(
             f"data must be clipped to the codes {qparams.low}..{qparams.high}, but ONNX cannot clip per channel: use "
-            "one scale per tensor, or a format of 4, 8 or 16 bits with all its codes"
+            "one scale per tensor, or a format of 4, 8 or 16 bits without qmin and qmax"
         )
     lo, hi = (
         np.asarray((code - qparams.zero_point) * qparams.scale, np.float32) for code in (qparams.low, qparams.high)

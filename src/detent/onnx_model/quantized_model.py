@@ -103,7 +103,7 @@ class QuantizedModel:
 
     @classmethod
     def of(cls, graph: QuantizedGraph) -> "QuantizedModel":
-        """Make a ``QuantizedModel`` from the records of ``graph``; the first record of a constant is used."""
+        """Make a ``QuantizedModel`` from the records of ``graph``; only the first record of each constant counts."""
         view = _View()
         for record in graph.records:
             view.add(record)

@@ -219,7 +219,7 @@ def optimized(model: ModelSource) -> ModelProto:
 
 
 def _rename_shadowing(graph: GraphProto, outer: Set[str]) -> None:
-    """Rename tensors of subgraphs that shadow an outer name; ONNX Runtime writes such graphs, but rejects them.
+    """Rename tensors of subgraphs that shadow an outer name; ONNX Runtime writes such graphs, but cannot load them.
 
     ONNX Runtime restarts the numbering of some tensors (``reorder_token_0``) in each subgraph.
     """
@@ -428,7 +428,7 @@ def tensor_nbytes(
 
 
 def split_by_bytes(model: ModelProto, names: Iterable[str], feeds: Feed, budget: int | None) -> list[list[str]]:
-    """Split tensor names into parts of at most ``budget`` bytes each for one batch; without a budget, into one part.
+    """Split tensor names into parts whose tensors take at most ``budget`` bytes in one batch; None makes one part.
 
     A tensor that is larger than the budget is a part of its own. Inputs of the model take no bytes.
     """
@@ -513,7 +513,7 @@ def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, th
 def record_in_parts(
     model: ModelProto, names: Iterable[str], feeds: Sequence[Feed], budget: int | None = None
 ) -> Iterator[tuple[int, Feed]]:
-    """Run a model on each batch; yield the number of the batch and some of the tensors, by name.
+    """Run a model on each batch; yield the index of the batch and a dict with some of the named tensors.
 
     The tensors that are yielded together take at most ``budget`` bytes, unless one of them is larger. For each part of
     the tensors, the model runs on all batches. The tensors are freed when the next ones are computed.

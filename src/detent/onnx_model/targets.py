@@ -103,20 +103,20 @@ class Target:
             return spec
         return spec.replace(qmin=-MAX_EXACT_CODE, qmax=MAX_EXACT_CODE)
 
-    def weight_container(self, spec: QuantSpec, *, depthwise: bool = False, least: int = 4) -> Container:
-        """Choose the storage of a weight's codes, in a type of at least ``least`` bits."""
-        kind = element_type(spec.format, least)
+    def weight_container(self, spec: QuantSpec, *, depthwise: bool = False, min_bits: int = 4) -> Container:
+        """Choose the storage of a weight's codes, in a type of at least ``min_bits`` bits."""
+        kind = element_type(spec.format, min_bits)
         is_wide = kind == TensorProto.INT8 and largest_code(spec) > MAX_EXACT_CODE
         if is_wide and self.unsigned_weights and not depthwise:
             return Container(TensorProto.UINT8, 128)
         return Container(kind)
 
-    def activation_container(self, format: Format, *, least: int = MIN_ACTIVATION_BITS) -> Container:
-        """Choose the storage of an activation's codes, in a type of at least ``least`` bits.
+    def activation_container(self, format: Format, *, min_bits: int = MIN_ACTIVATION_BITS) -> Container:
+        """Choose the storage of an activation's codes, in a type of at least ``min_bits`` bits.
 
         The default is 8 bits: between Q/DQ nodes, ONNX Runtime may insert operators that do not support smaller types.
         """
-        kind = element_type(format, least)
+        kind = element_type(format, min_bits)
         return Container(TensorProto.UINT8, 128) if kind == TensorProto.INT8 else Container(kind)
 
 
@@ -156,7 +156,7 @@ CPUINFO_BYTES = 1 << 16  # this many bytes are read, enough for the first CPU
 
 
 def has_vnni() -> bool | None:
-    """Return whether this CPU has VNNI, which adds products of bytes to 32-bit sums, or None if unknown."""
+    """Return whether this CPU has VNNI (exact sums of byte products in 32 bits); None means unknown."""
     flags = _flags()
     return None if flags is None else any(flag.endswith("_vnni") for flag in flags)
 

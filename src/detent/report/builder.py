@@ -74,7 +74,8 @@ def build(  # noqa: PLR0913 - all optional inputs of a report
     for table in tables:
         if not isinstance(table, Table):
             raise DtypeError(f"got {type(table).__name__} in tables, expected qr.Table(title, columns, rows)")
-    labels = tuple((str(label), str(text)) for label, text in (facts or {}).items())
+    notes = {"Data": "; ".join(result.data_notes)} if result is not None and result.data_notes else {}
+    labels = tuple((str(label), str(text)) for label, text in {**notes, **(facts or {})}.items())
     path = artifact if isinstance(artifact, str | PathLike) else getattr(artifact, "path", None)
     name = title or ("model in memory" if path is None else Path(path).name)
     inputs = ReportInputs(

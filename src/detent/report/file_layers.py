@@ -35,7 +35,7 @@ class FileLayer:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the layer's weight is quantized or, for an activation-activation matmul, its input."""
+        """Whether the layer's weight is quantized; for an activation-activation matmul, whether its input is."""
         return self.weight is not None or (self.quantizer is not None and not self.float_weight)
 
     @property

@@ -157,7 +157,7 @@ class OutputNoise:
         return len(self._reference)
 
     def noise(self, outputs: Iterable[Sequence[Array]]) -> float:
-        """Return noise power / signal power, as the mean over all outputs that are not all zero.
+        """Return noise power / signal power, as the mean over the outputs; outputs with zero signal are left out.
 
         An output is left out for a batch if quantization changes its shape, as may happen after NonMaxSuppression. If
         all outputs are left out for all batches, the result is 1, as if the noise were as large as the signal.

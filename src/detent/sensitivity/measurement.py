@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from detent.onnx.decisions import Decisions
+    from detent.onnx_model.batches import BatchSource
     from detent.onnx_model.files import ModelSource
     from detent.onnx_model.targets import Target
 
@@ -90,7 +91,7 @@ def search(
     announce: Callable[[Cost], object] | None,
     progress: Progress,
 ) -> Mix:
-    """Search for the best allocation with at most ``runs`` runs, and return it with its measured SQNR.
+    """Search for the best allocation in at most ``runs`` runs of the model; return it with its measured SQNR.
 
     ``starts`` are the allocations to run first.
     """
@@ -125,7 +126,7 @@ def search(
 
 def measure(  # noqa: PLR0913 - the options of one job
     model: "nn.Module | ModelSource",
-    data: Iterable[Any] | str | PathLike[str],
+    data: "BatchSource",
     recipe: "Recipe | Decisions | str | PathLike[str]" = "w8a8",
     *,
     widths: Iterable[int | str] | None = None,
@@ -197,7 +198,7 @@ def measure(  # noqa: PLR0913 - the options of one job
 
 def refine(
     model: "nn.Module | ModelSource",
-    data: Iterable[Any] | str | PathLike[str],
+    data: "BatchSource",
     sensitivity: Sensitivity,
     budget_nbytes: int,
     *,
@@ -257,7 +258,7 @@ def refine(
     return search(runner, sensitivity, starts, budget_nbytes, limit, announce, progress)
 
 
-def run_mix(model: "nn.Module | ModelSource", data: Iterable[Any] | str | PathLike[str], mix: Mix) -> Mix:
+def run_mix(model: "nn.Module | ModelSource", data: "BatchSource", mix: Mix) -> Mix:
     """Run the model with all layers of an allocation quantized, and return the allocation with the measured SQNR.
 
     An ONNX model gets the Q/DQ pairs of a quantized file and runs in ONNX Runtime, with weight-only matmuls in float. A

@@ -1,8 +1,8 @@
 """Layer runner for ONNX models. One ``SwitchableModel`` runs all layers with all candidates.
 
 If a recipe quantizes activations, the input of each layer passes through a Q/DQ pair. A switch turns the pair on, for
-this layer only. The params are those that ``qo.quantize`` would write with the observer of the layer's rule. If
-decisions are measured, the params are those of the quantized file.
+this layer only. The params are the same as ``qo.quantize`` would write with the observer of the layer's rule. If
+decisions are measured, the params come from the quantized file.
 """
 
 from collections import defaultdict
@@ -22,10 +22,11 @@ from detent.onnx.graph_plan import GraphPlan, LayerPlan, plan, weight_params
 from detent.onnx.layer_error import Switch, SwitchableModel
 from detent.onnx.normal_form import prepare
 from detent.onnx.quantized_graph import check_fits, float_form, insert
-from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
+from detent.onnx_model.batches import BatchSource, open_batches
 from detent.onnx_model.files import ModelSource, load, load_model
 from detent.onnx_model.graph import MATMULS, Graph
 from detent.onnx_model.layers import Layer
+from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.sessions import ACCURACY_LEVEL, make_session, ort_errors
 from detent.onnx_model.targets import Target, get_target
 from detent.ops import fake_quantize

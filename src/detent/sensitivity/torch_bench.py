@@ -33,7 +33,7 @@ MATMUL_MODULES = (nn.Linear, nn.MultiheadAttention)
 
 
 def first_samples(data: object, limit: int) -> tuple[list[Arguments], int]:
-    """Return the first batches, up to ``limit`` samples in total, as call arguments, and the number of samples.
+    """Return the call arguments of the first batches, up to ``limit`` samples in total, and the number of samples.
 
     Samples are counted along the first axis. The last batch is cut if all its tensors have the same number of samples.
     """
@@ -63,7 +63,7 @@ def first_samples(data: object, limit: int) -> tuple[list[Arguments], int]:
 
 
 class TorchLayerRunner:
-    """A ``LayerRunner`` for a module; the arguments are those of ``qs.measure``."""
+    """A ``LayerRunner`` for a module, with the arguments of ``qs.measure``."""
 
     workers = 1  # runs cannot be parallel, because quantizers are enabled and disabled in place
 

@@ -74,14 +74,14 @@ class Fold:
             self.norm.fused = False
 
     def gain(self) -> Tensor:
-        """Per-channel gain g, ``gamma / sqrt(running_var + eps)``."""
+        """Return the per-channel gain g, ``gamma / sqrt(running_var + eps)``."""
         norm = self.norm
         variance = norm.running_var.detach()  # type: ignore[union-attr]  # find_folds skips norms without statistics
         gain = torch.rsqrt(variance + norm.eps)
         return gain if norm.weight is None else gain * full_tensor(norm.weight.detach())
 
     def factor(self, weight: Tensor) -> Tensor:
-        """Per-channel factor f, in a shape that broadcasts to the weight: the gain, or 1 where the gain is 0."""
+        """Return the per-channel factor f: the gain, or 1 where the gain is 0; its shape broadcasts to the weight."""
         gain = self.gain().to(weight.dtype)
         return _per_channel(torch.where(gain == 0, torch.ones_like(gain), gain), weight)
 

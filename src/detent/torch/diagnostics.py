@@ -5,7 +5,7 @@ clip           share of elements whose code is clamped
 codes          share of the spec's codes that are in use
 drift          current scale divided by the first calibrated or observed scale, for the scale that changed most
 oscillation    share of weights whose code goes back and forth
-saturated      share of elements whose gradient the straight-through estimator (STE) stops
+saturated      share of gradients that the straight-through estimator (STE) stops
 =============  =======================================================================================================
 
 All elements of exported weights are measured. Activations are measured on the batches passed to ``qt.health``, or on
@@ -214,7 +214,7 @@ def _levels(q: QuantizedTensor) -> Array:
 
 
 class Watcher:
-    """Samples the data of one quantizer in training.
+    """Sampler of the data of one quantizer in training.
 
     The quantizer calls its watcher in each forward pass that quantizes.
     """
@@ -324,7 +324,7 @@ class QuantizerHealth:
         code_usage: share of the spec's codes that are in use.
         drift: current scale divided by the first scale, for the scale that changed most.
         oscillation: share of weights whose code goes back and forth.
-        saturated: share of elements whose gradient the straight-through estimator stops.
+        saturated: share of gradients that the straight-through estimator stops.
         note: why nothing was measured, or "" if something was measured.
         warnings: one text per problem, with advice.
     """
@@ -495,7 +495,7 @@ def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measu
             call_with(model, batch)
             count += 1
     if not count:
-        raise SpecError("got no batches, expected at least one: pass model inputs, or omit the argument batches")
+        raise SpecError("got no batches, expected at least one: pass model inputs, or omit batches=")
     return {quantizer: Measure.merge(measures) for quantizer, measures in parts.items()}
 
 

@@ -90,7 +90,7 @@ FLOAT8_OPSET = 19  # first opset with float8 codes
 
 
 class Lowering:
-    """Replaces the export marks of a model in place; weights are stored in types of ``min_bits`` bits or more."""
+    """Replacement of the export marks of a model in place; weights are stored in types of ``min_bits`` bits or more."""
 
     def __init__(self, model: ModelProto, marked: Marked, target: Target, *, min_bits: int) -> None:
         self.graph = Graph(model)
@@ -185,11 +185,11 @@ class Lowering:
         target, format = self.target, params.spec.format
         try:
             if of_weight:
-                container = target.weight_container(params.spec, depthwise=depthwise, least=min_bits)
+                container = target.weight_container(params.spec, depthwise=depthwise, min_bits=min_bits)
             else:
                 # Clip has no per-channel bounds, so per-channel codes must use the full range of their type
-                least = 4 if params.scale.ndim else BYTE
-                container = target.activation_container(format, least=least)
+                min_bits = 4 if params.scale.ndim else BYTE
+                container = target.activation_container(format, min_bits=min_bits)
             qparams = QdqParams.of(params, container, rank)
         except DetentError as error:
             raise UnsupportedError(f"{key}: {error}") from error

@@ -61,7 +61,7 @@ class Marked:
 
 
 def copy_for_export(model: nn.Module) -> nn.Module:
-    """Copy a model to the CPU, in evaluation mode; the copy shares the parameters of a model that is already there."""
+    """Copy a model to the CPU, in evaluation mode; if the model is on the CPU, the copy shares its parameters."""
     plan_of(model)
     parameters = list(model.parameters())
     if any(hasattr(each, "full_tensor") for each in parameters):

@@ -65,7 +65,7 @@ class Matmul(Protocol):
 
 
 class Linear:
-    """``x @ weight.T + bias``."""
+    """The matmul ``x @ weight.T + bias``."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the output."""
@@ -205,7 +205,7 @@ def register_layer(
 
 
 def float_class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module before preparation."""
+    """Return the class that a module had before preparation."""
     return getattr(type(module), "float_class", type(module))
 
 

@@ -52,7 +52,7 @@ class LayerPlan:
         ste: straight-through estimator; None uses the gradient mask of the spec's convention.
         observer: observer for calibration; None leaves the choice to ``qt.calibrating``.
         norm: full name of the batch norm that is folded into the layer, or "" if no batch norm is folded.
-        tied: dict for weights shared with an earlier layer, from the weight name to the full name in that layer.
+        tied: weights that an earlier layer has, too; maps the weight name to the full name in the earlier layer.
         nbytes_before: bytes of the float weights; a tied weight counts only in its first layer.
         nbytes_after: bytes of the quantized weights; a tied weight counts only in its first layer.
     """

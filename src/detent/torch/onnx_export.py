@@ -194,7 +194,7 @@ def _run_once(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tens
 
 
 def _output_names(result: object, taken: set[str]) -> list[str]:
-    """Output names from dict keys or positions; empty if an output is not a tensor or a name is already in use."""
+    """Return output names from dict keys or positions; none if an output is not a tensor or a name is in use."""
     leaves = pytree.tree_leaves(result)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return []

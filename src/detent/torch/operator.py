@@ -231,7 +231,7 @@ def is_differentiated_twice() -> bool:
 
 
 def check_second_derivatives(ste: Estimator, *, learned: bool = False) -> None:
-    """Raise for learned scales and for estimators other than Identity and Clipped, which lack second derivatives."""
+    """Raise for estimators other than Identity and Clipped, and for learned scales: they have no second derivatives."""
     if learned:
         raise learned_derivative_error()
     if not isinstance(ste, Identity | Clipped):
@@ -239,7 +239,7 @@ def check_second_derivatives(ste: Estimator, *, learned: bool = False) -> None:
 
 
 def learned_derivative_error() -> UnsupportedError:
-    """Make the error that learned scales have no second or forward-mode derivatives."""
+    """Return the error which says that learned scales have no second or forward-mode derivatives."""
     return UnsupportedError(
         "learned scales have no second or forward-mode derivatives: use another scale mode, or freeze the scales with "
         "scale_shift.requires_grad_(False)"
@@ -255,7 +255,7 @@ def _linear(g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Selection(torch.autograd.Function):
-    """Apply a function that selects elements; its derivative selects the same elements."""
+    """A function that selects elements; its derivative selects the same elements."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -212,7 +212,10 @@ class ParameterState(nn.Module):
         return np.array_equal(scale.ravel(), params.scale.ravel().astype(scale.dtype, copy=False))
 
     def learned_values(self) -> tuple[Tensor, Tensor | None]:
-        """Mode Learned: scale and zero point, differentiable in the shifts; symmetric specs have zero point None."""
+        """Return the learned scale and zero point as differentiable functions of their shifts.
+
+        The zero point of a symmetric spec is None.
+        """
         compiling = torch.compiler.is_compiling()  # compilers reject autograd functions with a jvp
         scale_function = _Scale if compiling else _ReverseModeScale
         scale: Tensor = scale_function.apply(self.initial_scale, full_tensor(self.scale_shift))
@@ -223,7 +226,7 @@ class ParameterState(nn.Module):
         return scale, zero_point_function.apply(self.initial_zero_point, shift, self.initial_scale, span)
 
     def refresh(self, learned: tuple[Tensor, Tensor | None] | None = None) -> Self:
-        """Mode Learned: update the buffers ``scale`` and ``zero_point`` from the learned values."""
+        """In mode Learned, update the buffers ``scale`` and ``zero_point`` from the learned values."""
         if isinstance(self.mode, Learned) and self.is_initialized:
             with torch.no_grad():
                 scale, zero_point = self.learned_values() if learned is None else learned
@@ -283,7 +286,7 @@ class ParameterState(nn.Module):
             self._copy_traced(scale, zero_point)
 
     def merge_range(self, lo: Array, hi: Array) -> QuantParams:
-        """Mode EMA: update the range to ``decay * range + (1 - decay) * batch``, and return the new parameters."""
+        """In mode EMA, update the range to ``decay * range + (1 - decay) * batch``, and return the new parameters."""
         mode = self.mode
         if not isinstance(mode, EMA):
             raise SpecError(f"got mode {mode}, but only mode EMA has an EMA range: use mode EMA")
@@ -309,7 +312,7 @@ class ParameterState(nn.Module):
         return np.dtype(FLOAT_TYPES[self.scale.dtype])
 
     def merge_range_traced(self, lo: Tensor, hi: Tensor) -> None:
-        """Mode EMA: update the range like ``merge_range``, with torch operations that do not branch on the state."""
+        """In mode EMA, update the range like ``merge_range``, with torch operations that do not branch on the state."""
         decay = self.mode.decay  # type: ignore[attr-defined]  # called in mode EMA only
         lo, hi = lifted(lo, self.lo, torch.amin), lifted(hi, self.hi, torch.amax)
         with outside(self.lo):
@@ -320,18 +323,18 @@ class ParameterState(nn.Module):
             self._copy_traced(*traced.derive(self.spec, self.lo, self.hi, self.scale.dtype))
 
     def add_pending(self, lo: Array, hi: Array) -> None:
-        """Mode EMA: widen the pending range for the next ``qt.sync``."""
+        """In mode EMA, widen the pending range for the next ``qt.sync``."""
         pending = to_array(self.pending)
         np.maximum(pending, np.stack((-lo, hi)), out=pending, casting="same_kind")
 
     def add_pending_traced(self, lo: Tensor, hi: Tensor) -> None:
-        """Mode EMA: widen the pending range for the next ``qt.sync``, in torch operations."""
+        """In mode EMA, widen the pending range for the next ``qt.sync``, in torch operations."""
         lo, hi = lifted(lo, self.pending, torch.amin), lifted(hi, self.pending, torch.amax)
         with outside(self.pending):
             self.pending.copy_(torch.maximum(self.pending, torch.stack((-lo, hi))))
 
     def apply_pending(self, merged: Tensor) -> None:
-        """Mode EMA: update the EMA range with the merged (-lo, hi) of ``qt.sync``, and reset the pending range."""
+        """In mode EMA, update the EMA range with the merged (-lo, hi) of ``qt.sync``, and reset the pending range."""
         # + 0.0 turns -0.0 into 0.0, because MAX of -0.0 and 0.0 depends on the backend
         negated_lo, hi = to_array(on_cpu(merged.float())) + np.float32(0.0)
         lo = np.float32(0.0) - negated_lo

@@ -201,7 +201,7 @@ class FakeQuantize(ParameterState):
         return values
 
     def _values_after(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mode EMA: update the EMA range with x, and return copies of scale and zero point.
+        """In mode EMA, update the EMA range with x, and return copies of scale and zero point.
 
         Copies are needed because the next forward pass changes the buffers.
         """
@@ -263,7 +263,7 @@ class FakeQuantize(ParameterState):
         return lo, hi
 
     def _update_ema(self, x: Tensor) -> QuantParams | None:
-        """Mode EMA: update the range with x and return new parameters; return None if ``qt.sync`` does this."""
+        """In mode EMA, update the range with x and return new parameters; return None if ``qt.sync`` does this."""
         if self.sync and not (self.is_initialized or self.delayed):
             self._check_can_start()
         lo, hi = self._range_of(x)
@@ -276,7 +276,7 @@ class FakeQuantize(ParameterState):
         return None
 
     def _update_ema_traced(self, x: Tensor) -> None:
-        """Mode EMA: update the EMA range with x, in torch operations."""
+        """In mode EMA, update the EMA range with x, in torch operations."""
         if not torch.compiler.is_compiling():
             self._warn_without_sync()
         lo, hi = (bound.to(torch.float32) for bound in traced.minmax(x.detach(), self.spec))

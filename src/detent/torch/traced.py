@@ -32,7 +32,7 @@ __all__ = [
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec, step: int | Tensor = 0) -> Tensor:
-    """``dequantize(quantize(x))`` in x's dtype; NaN stays NaN."""
+    """Return ``dequantize(quantize(x))`` in x's dtype; NaN stays NaN."""
     options = _options(x, zero_point, spec, step)
     return cast("Tensor", reference.fake_quantize(x.detach(), scale.detach(), zero_point, **options))
 

@@ -137,10 +137,10 @@ def _set_numbers(weight: Array, spec: QuantSpec) -> NDArray[np.intp]:
     return np.asarray(np.broadcast_to(tiling.spread(np.arange(tiling.sets)), weight.shape).ravel(), np.intp)
 
 
-def _histogram_errors(weight: Array, spec: QuantSpec, some: Array) -> Array:
-    """Search parameters on a histogram for the parameter sets that ``some`` marks; return their squared errors."""
+def _histogram_errors(weight: Array, spec: QuantSpec, mask: Array) -> Array:
+    """Search parameters on a histogram for the parameter sets in ``mask``; return the squared error of each set."""
     numbers, flat = _set_numbers(weight, spec), weight.ravel()
-    members = np.flatnonzero(some.ravel()[numbers])
+    members = np.flatnonzero(mask.ravel()[numbers])
     members = members[np.argsort(numbers[members], kind="stable")]
     sizes = np.unique(numbers[members], return_counts=True)[1]
     rows = np.full((sizes.size, int(sizes.max())), np.nan, weight.dtype)  # observers skip NaN

@@ -29,9 +29,10 @@ from onnx import ModelProto, TensorProto
 
 from detent.errors import DetentError, UnsupportedError
 from detent.onnx_model import optimized
-from detent.onnx_model.batches import inputs_of, open_batches
+from detent.onnx_model.batches import BatchSource, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.graph import QUANTIZE
+from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, is_quantized, open_quantized
 from detent.onnx_model.sessions import ACCURACY_LEVEL, Probe, Reading
 from detent.tables import counted
@@ -66,7 +67,7 @@ NO_SEGMENTS = "without a replay, only the SQNR of outputs is measured"
 
 
 def run_levels(
-    source: object, artifact: ModelSource, data: Iterable[Any] | str | PathLike[str] | None, levels: tuple[int, ...]
+    source: object, artifact: ModelSource, data: BatchSource | None, levels: tuple[int, ...]
 ) -> VerifyReport:
     """Run the requested levels; without data, run only the replay and the weight checks of level 1."""
     file = open_quantized(artifact)

@@ -15,7 +15,7 @@ class Tally:
         self.first: Difference | None = None
 
     def count(self, compared: SupportsInt, differing: SupportsInt) -> None:
-        """Add to the numbers of compared and of differing codes."""
+        """Count compared codes, and how many of them differ."""
         self.compared += int(compared)
         self.differing += int(differing)
 

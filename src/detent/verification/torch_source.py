@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from detent.errors import DetentError, FileFormatError, ShapeError
 from detent.onnx_model import QdqParams
-from detent.onnx_model.batches import inputs_of
+from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
 from detent.onnx_model.qdq_writer import needs_clip
 from detent.onnx_model.targets import Container

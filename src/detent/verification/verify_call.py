@@ -1,8 +1,7 @@
 """Defines ``dt.verify``, which imports ONNX and ONNX Runtime only when it is called."""
 
 from collections.abc import Iterable
-from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from detent.errors import SpecError, VerificationError
 from detent.verification.verify_report import VerifyReport
@@ -10,6 +9,7 @@ from detent.verification.verify_report import VerifyReport
 if TYPE_CHECKING:
     from torch import nn
 
+    from detent.onnx_model.batches import BatchSource
     from detent.onnx_model.files import ModelSource
 
 __all__ = ["verify"]
@@ -20,7 +20,7 @@ LEVELS = (1, 2, 3)
 def verify(
     source: "nn.Module | ModelSource",
     artifact: "ModelSource",
-    data: Iterable[Any] | str | PathLike[str] | None = None,
+    data: "BatchSource | None" = None,
     *,
     levels: int | Iterable[int] | None = None,
     raise_on_difference: bool = False,
@@ -40,9 +40,9 @@ def verify(
     Args:
         source: model prepared by ``qt.prepare``, or the float ONNX model that was quantized.
         artifact: quantized model, as a path or in memory.
-        data: batches, or a file or directory of batches as for ``qo.quantize``. A batch is a dict of arrays by input
-            name, a tuple in the order of the inputs, or a single array. Each batch is read once; at most two are in
-            memory. Without data, level 1 does not compare activations, and the other levels cannot run.
+        data: batches, a file or a directory, as for ``qo.quantize``. A batch is a dict of arrays by input name, a tuple
+            in the order of the inputs, or a single array. Each batch is read once; at most two are in memory. Without
+            data, level 1 does not compare activations, and the other levels cannot run.
         levels: one or several of 1, 2 and 3. None runs all levels if data is passed, otherwise level 1. Levels 1 and 2
             need recorded decisions: for files from other tools, which record no decisions, pass ``levels=3``.
         raise_on_difference: raise an exception if the report is not ok.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import detent as dt
-from detent.onnx_model.batches import ArrayFile
+from detent.onnx_model.array_data import ArrayFile
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
