@@ -61,6 +61,7 @@ MIN_CONV_CHANNELS = 5  # per group; convolutions with fewer, and with several gr
 MIN_CONV_WEIGHTS = 1600
 MIN_TRANSPOSE_SHARE = 0.01  # share of all weight bytes; a ConvTranspose with a smaller weight is kept in float
 NO_KERNEL = "ONNX Runtime has no integer kernel for ConvTranspose"  # a reason, and the start of a note
+MIN_GROUP_SIZE = 16  # the smallest group size that replaces a larger one
 FLOAT_BYTES = 4
 
 
@@ -332,11 +333,11 @@ def _plan_layer(
         return line.kept_in_float("skipped" if skipped else NO_RULE if rule is None else EXCLUDED)
     if decision.weight is None:
         return line.kept_in_float("its rule has no weight spec")
-    weight = _fit_axis(decision.weight, layer)
+    weight, group_note = _fit_groups(_fit_axis(decision.weight, layer), layer, target)
     if input_spec is not None and not layer.depthwise:  # accumulators of depthwise kernels do not saturate
         weight = target.weight_spec(weight)
     check_axis(weight, f"the weight of {layer.name!r}", layer.shape)
-    reason = weight_problem(weight, layer) or _rank_problem(graph, layer, weight)
+    reason = weight_problem(weight, layer, target) or _rank_problem(graph, layer, weight)
     if reason:
         return line.kept_in_float(reason)
     reason = "" if input_spec is None else activation_problem(input_spec)
@@ -349,6 +350,7 @@ def _plan_layer(
     if stored > weight.bits:
         padded = f"{PADDED} {stored} bits, not {weight.bits}: no smaller than {stored}-bit weights, but less accurate"
         note = f"{note}; {padded}" if note.startswith(NO_KERNEL) else padded
+    note = "; ".join(filter(None, (note, group_note)))
     after = _stored_nbytes(weight, layer)
     return replace(line, weight=weight, input=input_spec, observer=decision.observer, nbytes_after=after, note=note)
 
@@ -389,8 +391,35 @@ def _fit_axis(spec: QuantSpec, layer: Layer) -> QuantSpec:
     return spec
 
 
-def weight_problem(spec: QuantSpec, layer: Layer) -> str:
-    """Explain why an ONNX file cannot store a layer's weight with a spec; "" if it can."""
+def _fit_groups(spec: QuantSpec, layer: Layer, target: Target) -> tuple[QuantSpec, str]:
+    """Return a spec whose groups fit the weight, and a note if the group size does not divide the size of its axis.
+
+    In ONNX Runtime, the last group of a matmul's weight may be shorter. Otherwise the spec gets the largest smaller
+    group size that divides the size of the axis, unless that group size is below ``MIN_GROUP_SIZE``.
+    """
+    kind = spec.granularity
+    if not isinstance(kind, PerGroup) or not -len(layer.shape) <= kind.axis < len(layer.shape):
+        return spec, ""
+    length = layer.shape[kind.axis]
+    rest = length % kind.size
+    if not rest:
+        return spec, ""
+    if _may_be_short(layer, target):
+        return spec, f"the last group has {rest} of {kind.size} values, because {kind.size} does not divide {length}"
+    size = next(size for size in range(min(kind.size, length), 0, -1) if length % size == 0)
+    if size < min(kind.size, MIN_GROUP_SIZE):
+        return spec, ""
+    note = f"group size {size} instead of {kind.size}, which does not divide {length}"
+    return spec.replace(granularity=PerGroup(size, kind.axis)), note
+
+
+def _may_be_short(layer: Layer, target: Target) -> bool:
+    """Whether the last group of a weight may be shorter; OpenVINO and the Reshape of a table need equal groups."""
+    return layer.node.op_type in MATMULS and target.runtime == "onnxruntime"
+
+
+def weight_problem(spec: QuantSpec, layer: Layer, target: Target) -> str:
+    """Explain why an ONNX file for a target cannot store a layer's weight with a spec; "" if it can."""
     kind = spec.granularity
     if not spec.format.is_integer:
         return f"ONNX Runtime needs an integer format, got {spec.format.name}: use w8a8 or w8a16"
@@ -401,7 +430,7 @@ def weight_problem(spec: QuantSpec, layer: Layer) -> str:
     if isinstance(kind, PerGroup):
         if layer.node.op_type not in {*MATMULS, "Gather"}:
             return f"per-group scales need a MatMul, Gemm or Gather, not {layer.node.op_type}"
-        if layer.shape[kind.axis] % kind.size:
+        if layer.shape[kind.axis] % kind.size and not _may_be_short(layer, target):
             return f"group size {kind.size} does not divide {layer.shape[kind.axis]} (weight shape {layer.shape})"
     return ""
 

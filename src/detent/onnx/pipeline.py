@@ -29,7 +29,7 @@ from detent.metrics import OutputComparison, worst_output
 from detent.onnx.accuracy_passes import Decided, Effort, KeepFloat, Options, RunOptions, decide_with_data, reject_empty
 from detent.onnx.calibration import Progress
 from detent.onnx.decisions import Decisions
-from detent.onnx.graph_plan import GraphPlan, Preference, RecipeLike, plan
+from detent.onnx.graph_plan import NO_KERNEL, GraphPlan, Preference, RecipeLike, plan
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import listening, running
 from detent.onnx.quality_warnings import QuantizeWarning, quantize_warnings
@@ -101,7 +101,7 @@ class LayerReport:
         if self.reason or self.runs_on_integer_kernel:
             return self.reason
         if not self.input:
-            return self.note or "the layer's input is float"
+            return self.note if self.note.startswith(NO_KERNEL) else "the layer's input is float"
         return self.note or f"ONNX Runtime runs this layer as {self.kernel or self.type} on this machine"
 
 

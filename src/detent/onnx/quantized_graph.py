@@ -337,17 +337,17 @@ def _check_layers(graph: Graph, layers: Mapping[str, Layer], decisions: Decision
     tensors = {each.tensor: each for each in decisions.placements}
     for each in decisions.layers:
         if each.is_quantized:
-            problem = _layer_problem(graph, layers[each.name], each, tensors)
+            problem = _layer_problem(graph, layers[each.name], each, tensors, get_target(decisions.target))
             if problem:
                 raise SpecError(f"layer {each.name!r}: {problem}")
 
 
 def _layer_problem(
-    graph: Graph, layer: Layer, line: LayerDecision, placements: Mapping[str, QuantizerPlacement]
+    graph: Graph, layer: Layer, line: LayerDecision, placements: Mapping[str, QuantizerPlacement], target: Target
 ) -> str:
     """Explain why a decision cannot be applied to a layer; "" if it can."""
     params = line.weight_params
-    problem = layer.reason or weight_problem(params.spec, layer)
+    problem = layer.reason or weight_problem(params.spec, layer, target)
     if problem:
         return problem
     expected = params.spec.granularity.tiling(layer.shape).scale_shape
