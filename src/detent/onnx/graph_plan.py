@@ -37,6 +37,7 @@ __all__ = [
     "LayerPlan",
     "Preference",
     "activation_problem",
+    "dynamic_problem",
     "plan",
     "weight_params",
     "weight_problem",
@@ -61,6 +62,11 @@ MIN_CONV_CHANNELS = 5  # per group; convolutions with fewer, and with several gr
 MIN_CONV_WEIGHTS = 1600
 MIN_TRANSPOSE_SHARE = 0.01  # share of all weight bytes; a ConvTranspose with a smaller weight is kept in float
 NO_KERNEL = "ONNX Runtime has no integer kernel for ConvTranspose"  # a reason, and the start of a note
+# ConvInteger of ONNX Runtime 1.31 takes 3.2 to 4.3 times as long as a float Conv, on one thread of a CPU with VNNI
+# (4 shapes, from a stem of 7x7 to 256 channels), so dynamic quantization keeps convolutions in float.
+DYNAMIC = "dynamic"  # after the spec of an input in plans and reports
+DYNAMIC_SPEC = QuantSpec("uint8")  # what DynamicQuantizeLinear computes
+BYTE = 8  # bits
 MIN_GROUP_SIZE = 16  # the smallest group size that replaces a larger one
 FLOAT_BYTES = 4
 
@@ -75,13 +81,14 @@ class LayerPlan:
         rule: index of the last rule that matched; None if no rule matched.
         reason: why the layer is kept in float; "" if it is quantized.
         weight: spec of its weight; None if the layer is kept in float.
-        input: spec of its input; None if the input is float.
+        input: spec of its input; None if the input is float or quantized dynamically.
         observer: observer of its input; None if no rule names an observer.
         nbytes_before: bytes of its weight in the float file.
         nbytes_after: bytes of its weight in the quantized file, including scales and zero points. Equal zero points are
         stored once in the file, but counted for each layer.
         note: remark on a quantized layer.
         wide_weight: the 8-bit spec of the recipe, if ``weight`` is limited to 7 bits for fast kernels.
+        dynamic_input: spec of its input, if the file quantizes the input with the range of the current batch.
 
     >>> LayerPlan("fc", "MatMul", reason="excluded").is_quantized
     False
@@ -98,11 +105,24 @@ class LayerPlan:
     nbytes_after: int = 0
     note: str = ""
     wide_weight: QuantSpec | None = None
+    dynamic_input: QuantSpec | None = None
 
     @property
     def is_quantized(self) -> bool:
         """Whether the layer is quantized."""
         return not self.reason
+
+    @property
+    def has_quantized_input(self) -> bool:
+        """Whether the layer's input is quantized, with fixed scales or dynamically."""
+        return self.input is not None or self.dynamic_input is not None
+
+    @property
+    def input_text(self) -> str:
+        """The spec of the input as text, with the word "dynamic" for dynamic quantization; "" if the input is float."""
+        if self.dynamic_input is not None:
+            return f"{self.dynamic_input} {DYNAMIC}"
+        return "" if self.input is None else str(self.input)
 
     def kept_in_float(self, reason: str) -> "LayerPlan":
         """Return this layer's row, changed to keep the layer in float for ``reason``.
@@ -220,7 +240,7 @@ def _row(layer: LayerPlan, name: str) -> tuple[str, ...]:
         layer.type,
         "-" if layer.rule is None else str(layer.rule),
         "-" if layer.weight is None else str(layer.weight),
-        "-" if layer.input is None else str(layer.input),
+        layer.input_text or "-",
         f"{layer.nbytes_before:,}",
         f"{layer.nbytes_after:,}",
         layer.reason or layer.note,
@@ -247,7 +267,7 @@ def plan(
 
     Raises:
         SpecError: a rule or a pattern of ``skip`` matches no layer, or a weight lacks the axis that its rule names.
-        UnsupportedError: the model has no layer to quantize.
+        UnsupportedError: the model has no layer to quantize, or the target does not support dynamic quantization.
 
     >>> from onnx import parser
     >>> print(plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -275,6 +295,11 @@ def plan(
         is_small = prefer == "speed" or _float_nbytes(layer) < small
         line = _plan_layer(graph, layer, decision, target, prefer, skipped=layer.name in skipped, is_small=is_small)
         lines.append(line if prefer == "accuracy" else _with_fast_weight(line, layer, target))
+    if target.runtime != "onnxruntime" and any(line.dynamic_input is not None for line in lines):
+        raise UnsupportedError(
+            f"target {target.name!r} does not support dynamic quantization, because OpenVINO runs it in float and "
+            "slower than the float model: use the target 'onnxruntime', or recipe 'w8a8' or 'w8a16'"
+        )
     by_name = {layer.name: layer for layer in layers}
     return GraphPlan(recipe, target, _without_shared(graph, by_name, lines), model)
 
@@ -322,7 +347,8 @@ def _plan_layer(
     rule = decision.rules[-1] if decision.rules else None
     before = _float_nbytes(layer)
     line = LayerPlan(layer.name, layer.node.op_type, rule, nbytes_before=before, nbytes_after=before)
-    input_spec = None if layer.node.op_type == "Gather" else decision.input
+    is_dynamic = decision.is_dynamic and layer.node.op_type != "Gather"
+    input_spec = None if layer.node.op_type == "Gather" or is_dynamic else decision.input
     reason = layer.reason or ("" if input_spec is None else _runtime_problem(layer, target, prefer))
     note = ""
     if reason == NO_KERNEL and not is_small:
@@ -334,30 +360,34 @@ def _plan_layer(
     if decision.weight is None:
         return line.kept_in_float("its rule has no weight spec")
     weight, group_note = _fit_groups(_fit_axis(decision.weight, layer), layer, target)
-    if input_spec is not None and not layer.depthwise:  # accumulators of depthwise kernels do not saturate
+    if (input_spec is not None or is_dynamic) and not layer.depthwise:  # accumulators of depthwise kernels are exact
         weight = target.weight_spec(weight)
     check_axis(weight, f"the weight of {layer.name!r}", layer.shape)
     reason = weight_problem(weight, layer, target) or _rank_problem(graph, layer, weight)
     if reason:
         return line.kept_in_float(reason)
+    dynamic_input = decision.input if is_dynamic else None
     reason = "" if input_spec is None else activation_problem(input_spec)
+    if dynamic_input is not None:
+        reason = dynamic_problem(dynamic_input, weight, layer)
     if reason:
         return line.kept_in_float(reason)
     slow = input_spec is not None and input_spec.bits == SLOW_BITS
     if slow and target.runtime == "onnxruntime":
         note = "ONNX Runtime runs 16-bit activations in float on CPUs"
-    stored = next(width for width in onnx_widths(is_matmul=layer.node.op_type in MATMULS) if width >= weight.bits)
+    widths = onnx_widths(is_matmul=layer.node.op_type in MATMULS and not is_dynamic)
+    stored = next(width for width in widths if width >= weight.bits)
     if stored > weight.bits:
         padded = f"{PADDED} {stored} bits, not {weight.bits}: no smaller than {stored}-bit weights, but less accurate"
         note = f"{note}; {padded}" if note.startswith(NO_KERNEL) else padded
     note = "; ".join(filter(None, (note, group_note)))
-    after = _stored_nbytes(weight, layer)
-    return replace(line, weight=weight, input=input_spec, observer=decision.observer, nbytes_after=after, note=note)
+    line = replace(line, weight=weight, input=input_spec, dynamic_input=dynamic_input, observer=decision.observer)
+    return replace(line, nbytes_after=stored_nbytes(weight, layer.shape, widths), note=note)
 
 
 def _with_fast_weight(line: LayerPlan, layer: Layer, target: Target) -> LayerPlan:
     """Limit the weight of a dense layer to codes that fast kernels multiply exactly."""
-    if line.weight is None or line.input is None or layer.depthwise:
+    if line.weight is None or not line.has_quantized_input or layer.depthwise:
         return line
     fast = target.fast_weight_spec(line.weight)
     return line if fast == line.weight else replace(line, weight=fast, wide_weight=line.weight)
@@ -452,10 +482,15 @@ def activation_problem(spec: QuantSpec) -> str:
     return "" if spec.scale_format == "float" else f"ONNX files cannot store activations as {spec}"
 
 
-def _stored_nbytes(spec: QuantSpec, layer: Layer) -> int:
-    """Return the bytes that the codes, scales and zero points of a weight take in the file."""
-    is_matmul = layer.node.op_type in MATMULS
-    return stored_nbytes(spec, layer.shape, onnx_widths(is_matmul=is_matmul))
+def dynamic_problem(spec: QuantSpec, weight: QuantSpec, layer: Layer) -> str:
+    """Explain why a file cannot quantize the input of a layer dynamically; "" if it can."""
+    if layer.node.op_type not in MATMULS:
+        return f"dynamic quantization would make a {layer.node.op_type} slower than float: only MatMul and Gemm have it"
+    if spec != DYNAMIC_SPEC:
+        return f"dynamic quantization needs an input of {DYNAMIC_SPEC}, got {spec}"
+    if weight.bits > BYTE or weight.granularity not in (PerTensor(), PerAxis(1)):
+        return f"dynamic quantization needs a weight of at most 8 bits per channel or per tensor, got {weight}"
+    return ""
 
 
 def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:

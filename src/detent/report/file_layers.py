@@ -67,7 +67,8 @@ class _Finder:
     def __init__(self, artifact: QuantizedGraph) -> None:
         self.graph = artifact.graph
         weights = [each for each in artifact.weights if not each.is_bias]
-        self.by_output = {each.node.output[0]: each for each in weights}
+        self.by_output = {each.node.output[0]: each for each in weights if each.form != "integer"}
+        self.by_node = {id(each.node): each for each in weights if each.form == "integer"}
         self.by_name = {each.name: each for each in weights}
         self.quantizers = {each.codes: each for each in artifact.quantize_nodes}
         provenance = artifact.provenance
@@ -81,10 +82,11 @@ class _Finder:
         layers = []
         for node in self.graph.nodes:
             table = self._table(node)
-            if id(node) not in float_layers and table is None:
+            integer = self.by_node.get(id(node))
+            if id(node) not in float_layers and table is None and integer is None:
                 continue
             line = float_layers.get(id(node))
-            weight = table or self._weight(node)
+            weight = table or integer or self._weight(node)
             quantizer = None if node.op_type == "Gather" else self._quantizer(node, weight)
             float_weight = line.weight if line is not None and weight is None else ""
             reason = "" if line is None or line.reason == QUANTIZED_ALREADY else line.reason
