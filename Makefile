@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo quick test test-all lint format sanitize bench bench-quick bench-qat bench-onnx bench-unseen \
-        bench-mixed bench-tools peers docs wheel clean
+        bench-dynamic bench-mixed bench-tools peers docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,10 @@ bench-unseen: $(TOOLED) ## compare ONNX files of 106 models outside the zoo; upd
 		--output benchmarks/results/onnx_large.json
 	$(QUIET) $(BENCH) benchmarks/onnx_stability.py --output benchmarks/results/onnx_stability.json
 	$(RUN) benchmarks/render_unseen.py
+
+bench-dynamic: $(STAMP) ## compare dynamic quantization with ONNX Runtime's; update the tables
+	$(QUIET) $(RUN) benchmarks/dynamic.py --output benchmarks/results/dynamic.json
+	$(RUN) benchmarks/render_dynamic.py
 
 bench-mixed: $(STAMP) ## compare mixed precision with uniform bit widths; update the tables
 	$(RUN) benchmarks/mixed_precision.py --output benchmarks/results/mixed_precision.json

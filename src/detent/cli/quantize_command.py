@@ -87,7 +87,7 @@ def run(
         typer.Option(
             "--recipe",
             metavar="NAME",
-            help="Preset w8a8, w4a8 or w8a16 (weight-only, needs no data), or a recipe file.",
+            help="Preset w8a8, w4a8, w8a8-dynamic or w8a16 (the last two need no data), or a recipe file.",
             rich_help_panel=ACCURACY,
         ),
     ] = "w8a8",
