@@ -111,6 +111,23 @@ def test_data_is_optional_and_measures_the_outputs(tmp_path):
     assert dt.verify(attention(), report.output, TOKENS).ok
 
 
+def test_smoothquant_with_data(tmp_path):
+    rng = np.random.default_rng(0)
+    weight, spread = weights(32, 16), np.where(np.arange(32) % 8 == 0, 60.0, 1.0).astype(np.float32)
+    m = Maker()
+    model = m.model([("x", [4, 32])], [m.matmul("x", 32, 16, name="fc", weight=weight / spread[:, None])])
+    data = [{"x": (rng.normal(size=(4, 32)) * spread).astype(np.float32)} for _ in range(12)]
+    reports = [
+        qo.quantize(model, tmp_path / f"{smooth}.onnx", data, RECIPE, smooth=smooth, keep_float="none", progress=False)
+        for smooth in (False, True)
+    ]
+    assert [len(each.decisions.smoothed) for each in reports] == [0, 1]
+    assert reports[1].output_sqnr_db > reports[0].output_sqnr_db + 3
+    assert reports[1].decisions.layers[0].dynamic_input == dt.QuantSpec("uint8")
+    assert not reports[1].decisions.placements
+    assert dt.verify(model, reports[1].output, data).ok
+
+
 def test_static_and_dynamic_layers_in_one_file(tmp_path):
     static = dt.Rule("head", weight="int8/channel", input="uint8/tensor/affine", mode="fixed")
     recipe = dt.Recipe([*dt.Recipe.preset(RECIPE).rules, static])

@@ -211,6 +211,19 @@ class GraphPlan(PlanTotals[LayerPlan]):
         )
         return replace(self, layers=tuple(layers))
 
+    def with_fixed_inputs(self) -> "GraphPlan":
+        """Return this plan with fixed scales for inputs that are quantized dynamically.
+
+        The noise of both is similar, so accuracy passes can measure the plan with fixed scales.
+        """
+        if all(each.dynamic_input is None for each in self.layers):
+            return self
+        layers = (
+            each if each.dynamic_input is None else replace(each, input=each.dynamic_input, dynamic_input=None)
+            for each in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
     def with_quantized_outputs(self, names: Iterable[str]) -> "GraphPlan":
         """Return this plan with quantized outputs for some last layers, which have no quantized layer after them."""
         return replace(self, last_layers=self.last_layers | set(names))
