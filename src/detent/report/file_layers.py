@@ -104,9 +104,9 @@ class _Finder:
     def _float_result(self, matmul: NodeProto) -> str:
         """Return the output of the Mul after an integer matmul, or of the Add of the bias that detent writes next."""
         cast = self.graph.consumers(matmul.output[0])[0]
-        product = self.graph.consumers(cast.output[0])[0].output[0]
+        product: str = self.graph.consumers(cast.output[0])[0].output[0]
         is_own = product.startswith(f"{node_name(matmul)}_product")
-        return self.graph.consumers(product)[0].output[0] if is_own else product
+        return str(self.graph.consumers(product)[0].output[0]) if is_own else product
 
     def _name(self, node: NodeProto, weight: WeightCodes | None) -> str:
         own = node_name(node)
