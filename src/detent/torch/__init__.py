@@ -19,6 +19,7 @@ from detent.torch.layers import Quantizer, register_layer
 from detent.torch.model_plan import LayerPlan, ModelPlan, plan
 from detent.torch.onnx_export import export_onnx
 from detent.torch.operator import fake_quantize
+from detent.torch.post_training import PtqReport, ptq_report, quantize
 from detent.torch.preparation import freeze, prepare, quantized_state, unprepare
 from detent.torch.quantizer import FakeQuantize
 from detent.torch.schedule import Schedule
@@ -28,6 +29,7 @@ __all__ = [
     "HealthReport",
     "LayerPlan",
     "ModelPlan",
+    "PtqReport",
     "Quantizer",
     "QuantizerHealth",
     "Schedule",
@@ -39,6 +41,8 @@ __all__ = [
     "health",
     "plan",
     "prepare",
+    "ptq_report",
+    "quantize",
     "quantized_state",
     "register_layer",
     "sync",
