@@ -35,6 +35,7 @@ from detent.cli.options import (
     data_files,
     recipe_file,
 )
+from detent.cli.program_file import Program, load_source, onnx_file
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 from detent.recipe import skip_flag
@@ -58,7 +59,13 @@ LARGEST_SEED = (1 << 63) - 1
 def run(
     context: typer.Context,
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Float model (.onnx).", show_default=False, rich_help_panel=DATA)
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="Float model: .onnx, or .pt2 with --trust-model.",
+            show_default=False,
+            rich_help_panel=DATA,
+        ),
     ],
     *,
     data: CalibrationData = None,
@@ -135,6 +142,10 @@ def run(
             "--no-keep-float", help="No float fallback: quantize even the noisiest layers.", rich_help_panel=ACCURACY
         ),
     ] = False,
+    # Hidden, because the help of MODEL and the error message name it.
+    trust_model: Annotated[
+        bool, typer.Option("--trust-model", help="Load a .pt2 file, which can execute code from it.", hidden=True)
+    ] = False,
     no_equalize: Annotated[
         bool, typer.Option("--no-equalize", help="Skip cross-layer equalization.", hidden=True)
     ] = False,
@@ -186,7 +197,7 @@ def run(
     """Quantize and evaluate; see ``HELP``."""
     require("onnx", "onnxruntime")
     import detent.evaluate as qe  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.onnx_model.files import default_output, load_model  # noqa: PLC0415
+    from detent.onnx_model.files import default_output  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     options: dict[str, Any] = {
@@ -207,9 +218,12 @@ def run(
     _check_options(options)
     output_path = output if output is not None else default_output(model, recipe)
     read = {"--data": data, "--recipe": recipe_file(recipe), "--resume-file": resume_file, "--tokenizer": tokenizer}
+    program = Program.at(model, trusted=trust_model)
     _check_files(model, output_path, report, read, force=force, dry_run=dry_run)
+    if program is not None:
+        program.check_can_write(output_path, force=force, dry_run=dry_run)
     _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)
-    source = load_model(model)
+    source = load_source(screen, model, program)
     files = data_files(data, batch_size, preprocess, tokenizer)
     split = None if files is None else qe.split_batches(source, files)
     _check_data(screen, source, split, agreement=fail_below_agreement is not None)
@@ -217,7 +231,8 @@ def run(
     if dry_run:
         screen.note("dry run: quantizing the first batches in a subprocess")
         numbers = None if split is None else split.calibration.numbers
-        estimate = qe.dry_run(model, files, numbers=numbers, **options)
+        with onnx_file(source, model) as path:
+            estimate = qe.dry_run(path, files, numbers=numbers, **options)
         _show_estimate(screen, estimate, output_path, force=force)
         screen.emit(
             {
@@ -229,7 +244,7 @@ def run(
         return
     checks = qe.Checks(verify=not no_verify, time=not no_bench, sensitivity=not no_rank)
     options["resume_file"] = resume_file
-    evaluation = _run(screen, source, split, output_path, options, checks, report, str(context.obj or ""))
+    evaluation = _run(screen, source, split, output_path, options, checks, report, str(context.obj or ""), program)
     missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
     _show_evaluation(screen, evaluation, report)
     screen.emit(_document(model, evaluation, missed, report, strict=strict))
@@ -249,20 +264,23 @@ def _run(
     checks: "Checks",
     report: Path | None,
     command: str,
+    program: Program | None,
 ) -> "Evaluation":
-    """Quantize, evaluate and write the report."""
+    """Quantize, evaluate and write the report; of a program, also write the float ONNX model."""
     import detent.evaluate as qe  # noqa: PLC0415 - already loaded
     import detent.onnx as qo  # noqa: PLC0415
     from detent.onnx.pass_errors import listening  # noqa: PLC0415
 
     data = None if split is None else split.calibration
     batches = "" if data is None else f" with {counted(data.count or 0, 'batch', ',')}"
-    screen.note(f"quantizing {source.path}{batches}")
+    screen.note(f"quantizing {source.path if program is None else program.path}{batches}")
     with screen.progress("calibrating") as step, listening(screen.passed, screen.note):
         # If nothing is held out, the evaluation runs on the calibration batches anyway.
         compare = split is not None and split.is_held_out
         result = qo.quantize(source, output, data, progress=step, compare=compare, **options)
     _note_passes(screen, result.passes)
+    if program is not None:
+        source = program.write(screen, source)
     try:
         if split is not None:
             screen.note(f"evaluating on {split}")

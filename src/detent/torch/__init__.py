@@ -15,6 +15,7 @@
 from detent.torch.calibration import calibrating
 from detent.torch.diagnostics import HealthReport, QuantizerHealth, Watch, health, watch
 from detent.torch.distributed import sync
+from detent.torch.exported_program import program_to_onnx
 from detent.torch.layers import Quantizer, register_layer
 from detent.torch.model_plan import LayerPlan, ModelPlan, plan
 from detent.torch.onnx_export import export_onnx
@@ -41,6 +42,7 @@ __all__ = [
     "health",
     "plan",
     "prepare",
+    "program_to_onnx",
     "ptq_report",
     "quantize",
     "quantized_state",
