@@ -298,8 +298,9 @@ def choose_factors(
         run: function that runs the model on samples.
         observer: observer for weights whose rule sets none.
     """
-    axes = channel_axes(model, tensors)
-    candidates = (each for each in tensors if all(f"{name}.{INPUT}" in axes for name in each.readers))
+    # The range of an observer that the user chose cannot be divided by factors.
+    usable = channel_axes(model, tensors).keys() & set(ranges.searched)
+    candidates = (each for each in tensors if all(f"{name}.{INPUT}" in usable for name in each.readers))
     probes = [probe for probe in (_Probe(model, each, ranges) for each in candidates) if probe.is_usable]
     if not probes:
         return []

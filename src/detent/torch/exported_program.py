@@ -167,7 +167,7 @@ def _name_nodes(graph: "GraphProto") -> None:
 
 
 def _is_layer(node: "NodeProto", constants: set[str]) -> bool:
-    """Return whether a node is a layer with a weight; a product of two activations has none."""
+    """Return whether a node is a layer with a weight, unlike a matmul of two activations."""
     return node.op_type in LAYERS and any(name in constants for name in node.input)
 
 

@@ -215,7 +215,7 @@ def _parts(batches: Sequence[tuple[str, object]]) -> Iterator[tuple[str, object]
 
 
 class _Split(NamedTuple):
-    """How batches are split: every n-th batch is held out, and some samples of some batches stay in memory."""
+    """Split of the batches: every n-th batch is held out, and some samples of some batches stay in memory."""
 
     every: int
     keep_every: int  # every n-th batch of the fitted part stays in memory

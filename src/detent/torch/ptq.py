@@ -147,7 +147,7 @@ def quantize(
             f"recipe {with_modes.name or with_modes!r} quantizes activations and needs calibration data: pass data, or "
             "use a weight-only recipe such as 'w8a16' or 'w4a16'"
         )
-    tensors, steps = _equalizable(model) if equalize and data is not None else ((), [])
+    tensors, steps = _equalizable(model, observer_spec) if equalize and data is not None else ((), [])
     job = _Job(model, BatchRunner(model, forward), observer_spec)
     prepare(model, with_modes)
     try:
@@ -189,8 +189,10 @@ def _with_fixed_scales(recipe: Recipe) -> Recipe:
     return Recipe([Rule(mode=Fixed()), *recipe.rules], recipe.name)
 
 
-def _equalizable(model: nn.Module) -> tuple[tuple[Between, ...], list[str]]:
-    """Find the tensors that can be equalized; if the model cannot be traced, return a step that says why."""
+def _equalizable(model: nn.Module, observer: ObserverSpec | None) -> tuple[tuple[Between, ...], list[str]]:
+    """Find the tensors that can be equalized; if equalization is skipped, return a step that says why."""
+    if observer is not None:
+        return (), [f"equalization: skipped, because observer {observer} sets the ranges"]
     try:
         return find_between(model), []
     except Exception as error:  # noqa: BLE001 - tracing runs the model's code, which may raise anything

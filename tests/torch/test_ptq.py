@@ -186,6 +186,18 @@ def test_the_observer_of_a_rule_is_used_as_it_is():
     assert plain[0].input_quantizer.observer.kind == "percentile"
 
 
+def test_ranges_of_a_chosen_observer_are_not_equalized():
+    model, plain = small_cnn(), small_cnn()
+    qt.quantize(model, DATA, observer="minmax", bias_correction=False)
+    qt.prepare(plain, dt.Recipe.preset("w8a8", mode=dt.Fixed()))
+    with qt.calibrating(plain, observer="minmax"):
+        for batch in DATA:
+            plain(batch)
+    assert qt.ptq_report(model).steps == ("equalization: skipped, because observer minmax sets the ranges",)
+    for name, each in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], each), name
+
+
 def test_exported_file_is_verified(quantized, tmp_path):
     pytest.importorskip("onnxscript")
     path = qt.export_onnx(quantized, DATA[0], tmp_path / "model.onnx")
@@ -240,7 +252,7 @@ def test_changes_are_undone_if_a_late_step_fails(monkeypatch):
     def fail(*_):
         raise RuntimeError("late")
 
-    monkeypatch.setattr(qt.post_training, "mean_errors", fail)
+    monkeypatch.setattr(qt.ptq, "mean_errors", fail)
     model = small_cnn()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match="late"):
