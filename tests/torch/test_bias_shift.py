@@ -28,7 +28,7 @@ def check_cancels(model, data, axes):
     before = mean_difference(model, reference, data, axes)
     errors = mean_errors(model, lambda: model(data))
     changes = ParameterChanges()
-    correct(model, errors, list(errors), changes)
+    correct(model, errors, changes)
     after = mean_difference(model, reference, data, axes)
     changes.undo()
     assert after < 1e-3 * before

@@ -8,7 +8,7 @@ earlier layers do not count::
     running_mean += d         if a batch norm is folded into the layer: what training would learn
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -68,14 +68,14 @@ def _quantized_output(layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
     return output
 
 
-def correct(model: nn.Module, errors: Mapping[str, Tensor], names: Collection[str], changes: ParameterChanges) -> None:
-    """Correct the mean errors of some layers."""
-    for name in names:
+def correct(model: nn.Module, errors: Mapping[str, Tensor], changes: ParameterChanges) -> None:
+    """Correct the mean errors of layers."""
+    for name, error in errors.items():
         layer = model.get_submodule(name)
         fold = layer.fold if isinstance(layer, QuantizedMatmul) else None
         if fold is not None:
             mean: Tensor = fold.norm.running_mean  # type: ignore[assignment]  # find_folds skips norms without
-            changes.set(fold.norm, "running_mean", mean.double() + errors[name])
+            changes.set(fold.norm, "running_mean", mean.double() + error)
         else:
             bias = layer._parameters["bias"]
-            changes.set(layer, "bias", -errors[name] if bias is None else bias.double() - errors[name])
+            changes.set(layer, "bias", -error if bias is None else bias.double() - error)

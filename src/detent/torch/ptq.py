@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 MAX_NAMES_SHOWN = 3
-MIN_NOISE_REMOVED = 0.98  # a step must remove at least 2 % of the noise, as each part of it
+MAX_REMAINING_NOISE = 0.98  # a step must remove at least 2 % of the noise
 
 
 @dataclass(frozen=True)
@@ -311,20 +311,17 @@ class _Job:
         return apply(chosen), [_step("equalization", chosen, len(tensors), "tensor")]
 
     def _correct_biases(self) -> list[str]:
-        """Correct the biases of the layers for which it lowers the noise."""
-        errors = mean_errors(self._model, self._run_fitted)
+        """Correct the biases of all layers, if it lowers the noise.
 
-        def apply(names: Collection[str]) -> None:
+        A search for the best layers would fit the held-out samples: on a SqueezeNet with 4-bit weights, the chosen
+        layers had over 4 dB more noise on other data than all layers.
+        """
+        plain, errors = self._meter.noise(), mean_errors(self._model, self._run_fitted)
+        correct(self._model, errors, self._changes[1])
+        is_better = self._meter.noise() <= MAX_REMAINING_NOISE * plain
+        if not is_better:
             self._changes[1].undo()
-            correct(self._model, errors, names, self._changes[1])
-
-        def measure(names: Collection[str]) -> float:
-            apply(names)
-            return self._meter.noise()
-
-        chosen = _worthwhile(list(errors), measure, self._meter.noise())
-        apply(chosen)
-        return [_step("bias correction", chosen, len(errors), "layer")] if errors else []
+        return [_step("bias correction", list(errors) if is_better else [], len(errors), "layer")] if errors else []
 
 
 def _factors_by_quantizer(equalized: Iterable[Equalized]) -> dict[str, Array]:
@@ -338,7 +335,7 @@ def _worthwhile(names: Sequence[str], measure: Callable[[Collection[str]], float
     if not names or not plain:
         return []
     chosen, remaining = search_subset(names, lambda changes, _: measure(changes), plain)
-    return [name for name in names if name in chosen] if remaining <= MIN_NOISE_REMOVED * plain else []
+    return [name for name in names if name in chosen] if remaining <= MAX_REMAINING_NOISE * plain else []
 
 
 def _step(name: str, chosen: Sequence[str], total: int, noun: str) -> str:
