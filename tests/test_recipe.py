@@ -388,9 +388,19 @@ def test_presets(name, weight, given_, ends):
 
 
 def test_listed_presets_exist_and_are_named():
-    assert {"w8a8", "w4a8", "w4a4", "w2a8", "fp8", "w8a16", "w4a16", "w4a16-g32", "w4a16-g64", "w4a16-g128"} == set(
-        PRESETS
-    )
+    assert {
+        "w8a8",
+        "w8a8-dynamic",
+        "w4a8",
+        "w4a4",
+        "w2a8",
+        "fp8",
+        "w8a16",
+        "w4a16",
+        "w4a16-g32",
+        "w4a16-g64",
+        "w4a16-g128",
+    } == set(PRESETS)
     for name in PRESETS:
         assert dt.Recipe.preset(name).name == name.replace("w4a16", "w4a16-g128" if name == "w4a16" else "w4a16")
     assert dt.Recipe.preset("w4a16") == dt.Recipe.preset("w4a16-g128")
@@ -726,3 +736,16 @@ def test_any_text_is_a_recipe_or_a_spec_error(text):
     for read in (dt.Recipe.from_json, dt.Recipe.from_toml):
         with pytest.raises(dt.SpecError):  # no text of this length names a version and rules
             read(text)
+
+
+def test_dynamic_quantization_is_a_preset():
+    recipe = dt.Recipe.preset("w8a8-dynamic")
+    assert recipe.rules == dt.Recipe.preset("w8a8", mode=dt.PerBatch()).rules
+    assert repr(recipe) == "dt.Recipe.preset('w8a8-dynamic')"
+    assert dt.Recipe.from_toml(recipe.to_toml()) == recipe
+    assert dt.Recipe.preset("w8a8-dynamic", mode="per_batch") == recipe
+    assert recipe.resolve("fc", ["Linear"]).is_dynamic
+    assert not dt.Recipe.preset("w8a8").resolve("fc", ["Linear"]).is_dynamic
+    assert not dt.Recipe.preset("w8a16", mode="per_batch").resolve("fc", ["Linear"]).is_dynamic
+    with pytest.raises(dt.SpecError, match=r"whose mode is PerBatch: omit mode="):
+        dt.Recipe.preset("w8a8-dynamic", mode="ema(0.9)")

@@ -25,6 +25,7 @@ __all__ = ["clip_fraction", "code_usage", "cosine", "entropy_bits", "mae", "max_
 Array = NDArray[Any]
 NORMAL_95 = 1.96  # half the width of a 95 % interval, in standard errors
 MEASURE_BATCHES, MEASURE_BYTES = 8, 64 << 20  # first batches whose float outputs choose a measure, and their limit
+ROW_TOLERANCE = 1e-3  # relative to the largest output; kernels may add in another order if the batch size differs
 
 
 def mse(x: ArrayLike, y: ArrayLike) -> float:
@@ -293,6 +294,21 @@ def wilson_interval(count: int, total: int) -> tuple[float, float]:
     center = (share + z2 / (2 * total)) / (1 + z2 / total)
     margin = NORMAL_95 * sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
     return max(0.0, center - margin), min(1.0, center + margin)
+
+
+def has_first_rows(whole: Array, part: Array, rows: int, count: int) -> bool:
+    """Return whether ``part`` has the first ``rows`` of ``count`` rows of ``whole``, except for rounding.
+
+    >>> has_first_rows(np.float32([[1.0], [2.0]]), np.float32([[1.0]]), 1, 2)
+    True
+    """
+    if part.shape != (rows, *whole.shape[1:]) or whole.shape[:1] != (count,):
+        return False
+    start = whole[:rows]
+    if part.dtype.kind != "f":
+        return bool((part == start).all())
+    largest = float(np.abs(whole[np.isfinite(whole)]).max(initial=0.0))
+    return bool(np.allclose(part, start, rtol=ROW_TOLERANCE, atol=ROW_TOLERANCE * largest, equal_nan=True))
 
 
 def worst_output(sqnr_db: Mapping[str, float]) -> str:

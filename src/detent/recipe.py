@@ -6,11 +6,12 @@ no rule matches are kept in float. A rule that matches no layer is an error (``c
 similar names.
 
 If no rule sets a mode, ``qt.prepare`` gives activations an EMA range (``EMA(0.99)``), and weights the min-max range of
-their current values (``PerBatch``). ``qo.quantize`` ignores modes: it fixes all scales when it writes the file.
+their current values (``PerBatch``). In ``qo.quantize``, ``PerBatch`` means dynamic quantization: the file computes the
+range of each input when it runs. ``qo.quantize`` ignores other modes: it fixes these scales when it writes the file.
 
-Presets are ``w<bits>a<bits>[-g<group>]`` and ``fp8``. Weights are signed and symmetric, per-channel (axis 0) or
-per-group; inputs are unsigned and affine, per-tensor. Presets with ``a16`` are weight-only; below 8 bits their default
-group size is 128. All other presets below 8 bits keep the first and the last layer of the model at 8 bits
+Presets are ``w<bits>a<bits>[-g<group>]``, ``w8a8-dynamic`` and ``fp8``. Weights are signed and symmetric, per-channel
+(axis 0) or per-group; inputs are unsigned and affine, per-tensor. Presets with ``a16`` are weight-only; below 8 bits
+their default group size is 128. All other presets below 8 bits keep the first and the last layer of the model at 8 bits
 (DoReFa-Net, Zhou et al. 2016).
 """
 
@@ -30,8 +31,8 @@ from typing import Generic, Protocol, TypeVar
 from detent import recipe_files, storage
 from detent.codec import Leaf, storable
 from detent.errors import FileFormatError, SpecError, closest
-from detent.rule import PLACES, SETTINGS, SPECS, Layer, ObserverLike, ObserverSpec, Rule
-from detent.scale_mode import ScaleMode
+from detent.rule import PLACES, SETTINGS, SPECS, Layer, ObserverLike, ObserverSpec, Rule, as_mode
+from detent.scale_mode import PerBatch, ScaleMode
 from detent.spec import QuantSpec
 from detent.ste import Estimator, EstimatorLike
 from detent.tables import counted, html_table, table_lines
@@ -41,6 +42,7 @@ __all__ = ["Decision", "PlanTotals", "Recipe", "get_recipe"]
 PRESETS: MappingProxyType[str, str] = MappingProxyType(
     {
         "w8a8": "8-bit weights and inputs",
+        "w8a8-dynamic": "8-bit weights; 8-bit inputs with the range of the current batch, without calibration",
         "w4a8": "4-bit weights, 8-bit inputs; the first and last layer at 8 bits",
         "w4a4": "4-bit weights and inputs; the first and last layer at 8 bits",
         "w2a8": "2-bit weights, 8-bit inputs; the first and last layer at 8 bits",
@@ -56,6 +58,7 @@ FLOAT_BITS, FULL_BITS = 16, 8  # a16 means float activations; first and last lay
 COMMON_GROUP = 128  # the group size of most published 4-bit models
 _NAME = re.compile(r"w([2-8])a([2-8]|16)(?:-g([1-9][0-9]{0,8}))?", re.ASCII)
 _FULL = ("int8/axis0", "uint8/tensor/affine")
+DYNAMIC = "w8a8-dynamic"
 _FP8 = ("float8_e4m3fn/axis0", "float8_e4m3fn/tensor")
 _PresetRow = tuple[str, str, str | None]
 EXCLUDED, NO_RULE = "excluded", "no rule matches"  # why a plan keeps a layer in float
@@ -77,6 +80,11 @@ class Decision:
     observer: ObserverSpec | None = None
     skip: bool = False
     rules: tuple[int, ...] = ()
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the input is quantized dynamically: with the range of the current batch."""
+        return self.input is not None and self.mode == PerBatch()
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -119,10 +127,11 @@ class Recipe:
 
         Presets are ``fp8`` and ``w<bits>a<bits>[-g<group>]``, with 2 to 8 bits for weights and for activations;
         ``a16`` leaves activations in float (weight-only). Weight-only presets below 8 bits have group size 128 by
-        default. In other presets below 8 bits, the first and the last layer have 8 bits.
+        default. In other presets below 8 bits, the first and the last layer have 8 bits. ``w8a8-dynamic`` is ``w8a8``
+        with the mode ``PerBatch``.
 
         Raises:
-            SpecError: unknown preset; the message suggests the closest preset.
+            SpecError: unknown preset; the message suggests the closest preset. Or ``w8a8-dynamic`` with another mode.
 
         >>> print(Recipe.preset("w4a8", mode="learned"))
         Recipe 'w4a8', 3 rules
@@ -132,6 +141,8 @@ class Recipe:
         2  @last   int8/axis0  uint8/tensor/affine  learned
         """
         full, rows = _rows(name)
+        if full == DYNAMIC:
+            mode = _dynamic_mode(mode)
         settings = {"mode": mode, "ste": ste, "observer": observer}
         rules = [Rule(match, weight=weight, input=input_spec, **settings) for match, weight, input_spec in rows]  # type: ignore[arg-type]  # as annotated above
         return cls(rules, full)
@@ -239,7 +250,7 @@ class Recipe:
         Traceback (most recent call last):
         ...
         detent.errors.FileFormatError: w8a8.toml: no such file or directory; expected a recipe in a .toml or .json \
-file, or a preset: w8a8, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g64, w4a16-g128
+file, or a preset: w8a8, w8a8-dynamic, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g64, w4a16-g128
         """
         try:
             name, rules = recipe_files.read(Path(path))
@@ -356,10 +367,20 @@ def get_recipe(value: Recipe | str | PathLike[str]) -> Recipe:
     )
 
 
+def _dynamic_mode(mode: ScaleMode | str | None) -> ScaleMode:
+    """Return the mode of dynamic quantization; reject any other mode."""
+    dynamic = PerBatch()
+    if mode is not None and as_mode(mode) != dynamic:
+        raise SpecError(f"got mode={mode!r} for preset {DYNAMIC!r}, whose mode is PerBatch: omit mode=, or use 'w8a8'")
+    return dynamic
+
+
 def _rows(name: str) -> tuple[str, list[_PresetRow]]:
     """Return a preset's full name and its rules, each as (pattern, weight spec, input spec)."""
     if name == "fp8":
         return name, [("*", *_FP8)]
+    if name == DYNAMIC:
+        return name, [("*", *_FULL)]
     parts = _NAME.fullmatch(name) if isinstance(name, str) else None
     if parts is None:
         hint = closest(str(name).lower(), PRESETS)

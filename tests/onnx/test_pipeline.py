@@ -1,6 +1,7 @@
 """qo.quantize: a float model and data in, a quantized file and a report out."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -362,20 +363,65 @@ def test_where_nothing_is_quantized_no_file_is_written(tmp_path):
     m = Maker()
     t = "x"
     for i in range(7):
-        t = m.matmul(t, 16, 16, name=f"layer {i} with a name that is quite long to be shown in full")
+        t = m.matmul(t, 13, 13, name=f"layer {i} with a name that is quite long to be shown in full")
     y = m.add("MatMul", [t, m.add("Transpose", [t], perm=[0, 2, 1])], name="scores")
-    model = m.model([("x", [1, 6, 16])], [y])
+    model, data = m.model([("x", [1, 6, 13])], [y]), rows(1, 13)
     with pytest.raises(dt.UnsupportedError) as caught:
-        qo.quantize(model, tmp_path / "q.onnx", rows(1), "w4a16-g128", progress=False)
+        qo.quantize(model, tmp_path / "q.onnx", data, "w4a16-g128", target="openvino", progress=False)
     message = str(caught.value)
     assert message.startswith(
-        "no layer was quantized, so no file is written: group size 128 does not divide 16 (weight shape"
+        "no layer was quantized, so no file is written: group size 128 does not divide 13 (weight shape"
     )
     assert "(layer 0 with a name that is quite lon..., layer 1" in message
     assert "..., 4 more); a matmul of two activations (scores). Change recipe w4a16-g128, target= or skip=" in message
     with pytest.raises(dt.UnsupportedError, match="no layer was quantized"):
-        qo.decide(model, rows(1), dt.Recipe([]), progress=False)
+        qo.decide(model, data, dt.Recipe([]), progress=False)
     assert not list(tmp_path.iterdir())
+
+
+def text_model(width):
+    """An embedding and a linear layer whose width is ``width``."""
+    m = Maker()
+    words = m.add("Gather", [m.constant(weights(32, width)), "tokens"], name="words")
+    y = m.matmul(words, width, 8, name="fc")
+    return m.model([("tokens", [2, 5], TensorProto.INT64)], [y])
+
+
+TOKENS = [{"tokens": np.arange(10, dtype=np.int64).reshape(2, 5)}]
+
+
+@pytest.mark.parametrize("width", [24, 40, 96])
+def test_the_last_group_of_a_matmul_may_be_shorter(width, tmp_path):
+    model = text_model(width)
+    report = quantize(model, tmp_path, TOKENS, recipe="w4a16-g32")
+    words, fc = report.layers
+    assert (words.reason, fc.reason, fc.kernel) == ("", "", "MatMulNBits")
+    layer = report.decisions.layers[1]
+    assert layer.weight.granularity == dt.PerGroup(32, axis=0)
+    assert layer.weight_scale.shape == (-(-width // 32), 8)
+    rest = width % 32
+    assert fc.note == (f"the last group has {rest} of 32 values, because 32 does not divide {width}" if rest else "")
+    assert dt.verify(model, report.output, TOKENS).ok
+
+
+def test_groups_of_a_table_are_equal(tmp_path):
+    model = text_model(40)
+    report = quantize(model, tmp_path, TOKENS, recipe="w8a16-g32")
+    assert report.layers[0].note == "group size 20 instead of 32, which does not divide 40"
+    assert report.decisions.layers[0].weight.granularity == dt.PerGroup(20, axis=-1)
+    assert dt.verify(model, report.output, TOKENS).ok
+
+
+def test_groups_for_openvino_are_equal():
+    prepared = qo.prepare(text_model(40), low_bits=True)
+    fc = qo.plan(prepared, "w4a16-g32", target="openvino").layers[1]
+    assert fc.note == "group size 20 instead of 32, which does not divide 40"
+    assert fc.weight.granularity == dt.PerGroup(20, axis=0)
+    narrow = qo.plan(qo.prepare(text_model(26), low_bits=True), "w4a16-g16", target="openvino").layers
+    assert [line.reason.partition(" (")[0] for line in narrow] == ["group size 16 does not divide 26"] * 2
+    decisions = qo.decide(text_model(40), recipe="w4a16-g32")
+    with pytest.raises(SpecError, match="layer 'fc': group size 32 does not divide 40"):
+        qo.rewrite(text_model(40), replace(decisions, target="openvino"))
 
 
 @pytest.mark.parametrize("spec", ["int4/axis9", "int8/axis-5", "int8/group4@4"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto
 from onnx_graphs import Maker, conv_chain, images, rows, weights
 
 import detent.evaluate as qe
@@ -181,13 +182,13 @@ def test_layers_that_do_not_run_on_integer_kernels(tmp_path):
 
 def test_weight_only_recipes_count_quantized_layers(tmp_path):
     m = Maker()
-    t = m.add("Relu", [m.matmul("x", 16, 64, name="odd")])
-    model = m.model([("x", [1, 6, 16])], [m.matmul(t, 64, 64, name="even")])
-    report = quantized(tmp_path, model, None, recipe="w4a16-g64")
+    t = m.add("Gather", [m.constant(weights(64, 13)), "tokens"], name="odd")
+    model = m.model([("tokens", [1, 6], TensorProto.INT64)], [m.matmul(t, 13, 256, name="even")])
+    report = quantized(tmp_path, model, None, recipe="w4a16-g8")
     assert text_of(report, "float-layers").startswith(
-        "only 1 of 2 layers are quantized; others hold 20% of the weights: odd:"
+        "only 1 of 2 layers are quantized; others hold 20% of the weights: odd: group size 8 does not divide 13"
     )
-    evaluation = qe.quantize_and_evaluate(model, tmp_path / "e.onnx", recipe="w4a16-g64", checks=FAST)
+    evaluation = qe.quantize_and_evaluate(model, tmp_path / "e.onnx", recipe="w4a16-g8", checks=FAST)
     assert ("quantized", "1 of 2 layers") in evaluation.facts()
     assert "float-layers" not in codes(quantized(tmp_path, model, None, recipe="w8a16"))
 

@@ -172,7 +172,10 @@ def test_labels_are_kept_apart(batch):
     assert batches.subset([1]).labels.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("labels", [np.array([1]), "ab", [{"box": 1}, {}], None, object()], ids=str)
+INVALID_LABELS = {"one array": np.array([1]), "text": "ab", "dicts": [{"box": 1}, {}], "none": None, "object": object()}
+
+
+@pytest.mark.parametrize("labels", INVALID_LABELS.values(), ids=INVALID_LABELS)
 def test_labels_that_are_not_one_per_sample_are_dropped(labels):
     batches = open_batches([(x(), labels)], [X])
     assert len(list(batches)) == 1

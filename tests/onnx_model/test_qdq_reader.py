@@ -237,8 +237,60 @@ def test_unsupported_nodes_are_listed_with_a_reason():
     assert not contents.weights
     assert "computed" in contents.skipped["DequantizeLinear dynamic"]
     assert "scale" in contents.skipped["DequantizeLinear flat"]
-    assert {"DynamicQuantizeLinear now", "MatMulInteger whole"} < contents.skipped.keys()
+    assert "MatMulInteger whole" in contents.skipped
+    assert [each.x for each in contents.dynamic] == ["x"]
     assert "not read: DequantizeLinear dynamic: " in str(contents.summary())
+
+
+def dynamic_nodes(zero=("z",), scale="s", swapped=False):
+    """The nodes that ONNX Runtime's quantize_dynamic and detent write for a layer."""
+    scales = [scale, "xs"] if swapped else ["xs", scale]
+    return [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["xq", "xs", "xz"], name="quantize"),
+        helper.make_node("MatMulInteger", ["xq", "w", "xz", *zero], ["sums"], name="fc"),
+        helper.make_node("Cast", ["sums"], ["floats"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", scales, ["scales"]),
+        helper.make_node("Mul", ["floats", "scales"], ["y"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("zero", "scale"),
+    [
+        (None, np.float32([0.5, 0.25, 2.0])),
+        (np.uint8(128), np.float32([0.5, 0.25, 2.0])),
+        (np.uint8([1, 128, 3]), np.float32([0.5, 0.25, 2.0])),
+        (np.uint8(128), np.float32(0.5)),
+    ],
+)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_weights_of_integer_matmuls(zero, scale, swapped):
+    codes = np.arange(12).reshape(4, 3).astype(np.int8 if zero is None else np.uint8)
+    tensors = [make_tensor("w", codes), make_tensor("s", scale)] + ([] if zero is None else [make_tensor("z", zero)])
+    nodes = dynamic_nodes(() if zero is None else ("z",), swapped=swapped)
+    contents = load_quantized(model_of(nodes, tensors))
+    expected = (codes.astype(np.float32) - np.float32(0 if zero is None else zero)) * scale
+    same_bits(contents.weights["w"].dequantize(), expected)
+    assert contents.readers["w"] == contents.readers["xq"] == ("MatMulInteger fc",)
+    assert (contents.float_nbytes, contents.skipped) == (0, {})
+    assert [(row.name, row.type) for row in contents.summary().rows[1:]] == [("x", "uint8 dynamic")]
+
+
+def test_integer_matmuls_of_other_forms_are_not_read():
+    tensors = [
+        make_tensor("w", np.ones((4, 3), np.int8)),
+        make_tensor("z", np.int8(0)),
+        make_tensor("s", np.float32(2)),
+    ]
+    nodes = dynamic_nodes()
+    other_zero = [nodes[0], helper.make_node("MatMulInteger", ["xq", "w", "", "z"], ["sums"], name="fc"), *nodes[2:]]
+    two_readers = [*nodes, helper.make_node("Abs", ["floats"], ["more"])]
+    no_scales = [*nodes[:3], helper.make_node("Mul", ["floats", "s"], ["y"])]
+    for each in (other_zero, two_readers, no_scales):
+        contents = load_quantized(model_of(each, tensors))
+        assert (list(contents.weights), list(contents.skipped)) == ([], ["MatMulInteger fc"])
+    wrong = [*tensors[:2], make_tensor("s", np.ones(4, np.float32))]
+    assert list(load_quantized(model_of(nodes, wrong)).skipped) == ["MatMulInteger fc"]
 
 
 def test_one_constant_with_two_scales():

@@ -387,6 +387,19 @@ def test_names_of_modules_name_layers(example):
     assert "--skip" not in page.to_html()
 
 
+def test_layers_with_dynamic_quantization(tmp_path):
+    model, path, result = quantized(tmp_path, "w8a8-dynamic")
+    page = qr.build(path, feeds(), source=model, result=result)
+    layers = [layer for layer in page.layers if layer.type == "MatMulInteger"]
+    assert (
+        {layer.name for layer in layers} == {layer.name for layer in result.layers if "dynamic" in layer.input} != set()
+    )
+    assert {layer.status for layer in layers} == {"integer"}
+    assert all("quantized dynamically" in layer.note for layer in layers)
+    assert all(layer.output_sqnr_db > 15 for layer in layers)
+    assert qr.Report.from_json(page.to_json()) == page
+
+
 @pytest.mark.slow
 def test_a_file_of_torch(tmp_path):
     import torch

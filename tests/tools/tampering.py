@@ -551,15 +551,35 @@ def _repeat_pair(model: ModelProto, site: Site, _rng: np.random.Generator) -> Na
     return names
 
 
+@_edit("dynamic quantization undone", _nodes("MatMulInteger"))
+def _undo_dynamic(model: ModelProto, site: Site, _rng: np.random.Generator) -> Names:
+    """Multiply the float input by the dequantized weight, which gives nearly the same output."""
+    node = model.graph.node[site]
+    quantizer = next(each for each in model.graph.node if node.input[0] in each.output)
+    cast = _readers(model, node.output[0])[0]
+    product = _readers(model, cast.output[0])[0]
+    scales = next(each for each in model.graph.node if product.input[1] in each.output)
+    codes, scale = (array_of(_initializer(model, name)) for name in (node.input[1], scales.input[1]))
+    model.graph.initializer.append(make_tensor("undone", codes.astype(np.float32) * scale))
+    names = _about(node)
+    product.CopyFrom(helper.make_node("MatMul", [quantizer.input[0], "undone"], product.output, name=node.name))
+    for each in (node, cast, scales):
+        model.graph.node.remove(each)
+    return names
+
+
 # Constants
 
 
 def _roles(model: ModelProto) -> dict[str, str]:
     """Role of each constant: codes, scale, zero point, or number (read by other operators)."""
     roles = {}
+    dynamic = {node.output[1] for node in model.graph.node if node.op_type == "DynamicQuantizeLinear"}
     for node in model.graph.node:
         for place, name in enumerate(node.input):
-            role = "number"
+            role = "scale" if node.op_type == "Mul" and not dynamic.isdisjoint(node.input) else "number"
+            if node.op_type == "MatMulInteger":
+                role = ("codes", "codes", "zero point", "zero point")[place]
             if node.op_type in {"QuantizeLinear", "DequantizeLinear"}:
                 role = ("codes", "scale", "zero point")[min(place, 2)]
             roles.setdefault(name, role)

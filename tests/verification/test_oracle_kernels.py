@@ -187,6 +187,28 @@ def test_matmul_integer_to_float(bias):
     assert (row.compared, row.differing) == (126, 0)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("zero", [None, np.int8(0), np.arange(9).astype(np.int8)])
+def test_dynamic_quantize_matmul(bias, zero):
+    rng = np.random.default_rng(0)
+    inputs = [
+        ("a", rng.normal(size=(2, 7, 200)).astype(np.float32)),
+        ("b", rng.integers(-64, 65, (200, 9)).astype(np.int8)),
+        ("bs", rng.uniform(0.001, 0.02, 9).astype(np.float32)),
+        ("bz", zero),
+        ("c", rng.normal(size=9).astype(np.float32) if bias else None),
+    ]
+    row, _ = run(("DynamicQuantizeMatMul", {}), inputs, TensorProto.FLOAT, domain="com.microsoft")
+    assert (row.compared, row.differing) == (126, 0)
+
+
+def test_dynamic_quantize_matmul_of_infinite_inputs_is_not_compared():
+    node = helper.make_node("DynamicQuantizeMatMul", ["a", "b", "bs"], ["y"], name="k")
+    inputs = [np.float32([[np.inf]]), np.int8([[1]]), np.float32([1])]
+    with pytest.raises(UnsupportedError, match="infinite"):
+        compare_kernel(node, inputs, np.float32([[1]]))
+
+
 def test_sums_of_integers():
     rng = np.random.default_rng(0)
     a, b = rng.integers(0, 256, (4, 50)).astype(np.uint8), rng.integers(0, 256, (50, 3)).astype(np.uint8)

@@ -27,6 +27,7 @@ OPTIONS = {
     "transformer": (small_models.transformer, {}),
     "cnn-w4a8": (small_models.cnn, {"recipe": "w4a8", "target": "onnxruntime-avx2"}),
     "transformer-w4a16": (small_models.transformer, {"recipe": "w4a16-g32"}),
+    "transformer-dynamic": (small_models.transformer, {"recipe": "w8a8-dynamic"}),
 }
 CACHE = {}
 
@@ -97,7 +98,7 @@ def test_there_are_enough_kinds_of_edits():
     assert len(tampering.FORGERIES) >= 30
 
 
-@pytest.mark.parametrize("name", ["cnn", "transformer"])
+@pytest.mark.parametrize("name", ["cnn", "transformer", "transformer-dynamic"])
 def test_no_edit_is_accepted(name):
     tried, _ = check_edits(name, 1, forms_of_every=3)
     assert tried > 50

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +40,7 @@ from detent.cli.options import (
     data_files,
     recipe_file,
 )
+from detent.cli.program_file import Program, load_source, onnx_file
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 from detent.recipe import skip_flag
@@ -46,6 +48,7 @@ from detent.tables import bytes_text, counted, parse_bytes
 
 if TYPE_CHECKING:
     from detent.evaluate import Checks, DryRun, Evaluation, Split
+    from detent.onnx.pipeline import QuantizeReport
     from detent.onnx.quality_warnings import QuantizeWarning
     from detent.onnx_model import DataFiles
     from detent.onnx_model.files import LoadedModel
@@ -63,7 +66,13 @@ LARGEST_SEED = (1 << 63) - 1
 def run(
     context: typer.Context,
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Float model (.onnx).", show_default=False, rich_help_panel=DATA)
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="Float model: .onnx, or .pt2 with --trust-model.",
+            show_default=False,
+            rich_help_panel=DATA,
+        ),
     ],
     *,
     data: CalibrationData = None,
@@ -94,7 +103,7 @@ def run(
         typer.Option(
             "--recipe",
             metavar="NAME",
-            help="w8a8, w4a8, w8a16 (weights only), or a file.",
+            help="w8a8, w4a8, w8a8-dynamic, w8a16, or a file.",
             rich_help_panel=ACCURACY,
         ),
     ] = "w8a8",
@@ -140,6 +149,10 @@ def run(
     max_drop: MaxDrop = None,
     no_keep_float: Annotated[
         bool, typer.Option("--no-keep-float", help="No float fallback: quantize even the noisiest layers.", hidden=True)
+    ] = False,
+    # Hidden, because the help of MODEL and the error message name it.
+    trust_model: Annotated[
+        bool, typer.Option("--trust-model", help="Load a .pt2 file, which can execute code from it.", hidden=True)
     ] = False,
     no_equalize: Annotated[
         bool, typer.Option("--no-equalize", help="Skip cross-layer equalization.", hidden=True)
@@ -191,7 +204,7 @@ def run(
     """Quantize and evaluate; see ``HELP``."""
     require("onnx", "onnxruntime")
     import detent.evaluate as qe  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.onnx_model.files import default_output, load_model  # noqa: PLC0415
+    from detent.onnx_model.files import default_output  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     options: dict[str, Any] = {
@@ -213,9 +226,10 @@ def run(
     output_path = output if output is not None else default_output(model, recipe)
     read = {"--data": data, "--eval-data": eval_data, "--labels": labels, "--recipe": recipe_file(recipe)}
     read |= {"--resume-file": resume_file, "--tokenizer": tokenizer}
-    _check_files(model, output_path, report, read, force=force, dry_run=dry_run)
+    program = Program.at(model, trusted=trust_model)
+    _check_files(model, output_path, report, read, program, force=force, dry_run=dry_run)
     _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)
-    source = load_model(model)
+    source = load_source(screen, model, program)
     files = data_files(data, batch_size, preprocess, tokenizer)
     held_out = None if eval_data is None else data_files(eval_data, batch_size, preprocess, tokenizer)
     split = _split(source, files, held_out, labels, metric, max_drop, dry_run=dry_run)
@@ -224,7 +238,8 @@ def run(
     if dry_run:
         screen.note("dry run: quantizing the first batches in a subprocess")
         numbers = None if split is None else split.calibration.numbers
-        estimate = qe.dry_run(model, files, numbers=numbers, **options)
+        with onnx_file(source, model) as path:
+            estimate = qe.dry_run(path, files, numbers=numbers, **options)
         _show_estimate(screen, estimate, output_path, force=force)
         screen.emit(
             {
@@ -239,54 +254,73 @@ def run(
     if split is not None:
         qe.check_metric(source, split, metric)
         options |= split.search_arguments(metric, max_drop)
-    evaluation = _run(screen, source, split, output_path, options, checks, report, str(context.obj or ""), metric)
+    job = _Job(screen, split, output_path, report, str(context.obj or ""), metric, program)
+    evaluation = job.run(source, options, checks)
     missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
     _show_evaluation(screen, evaluation, report)
     screen.emit(_document(model, evaluation, missed, report, strict=strict))
-    if strict and evaluation.warnings:
-        codes = ", ".join(dict.fromkeys(each.code for each in evaluation.warnings))
-        missed.append(f"--strict: got {counted(len(evaluation.warnings), 'warning')} ({codes}), expected none")
+    missed += _missed_by_warnings(evaluation) if strict else []
     if missed:
         fail(f"{'; '.join(missed)} ({output_path} was still written)", DIFFERENCE)
 
 
-def _run(
-    screen: Screen,
-    source: "LoadedModel",
-    split: "Split | None",
-    output: Path,
-    options: Mapping[str, Any],
-    checks: "Checks",
-    report: Path | None,
-    command: str,
-    metric: str | None,
-) -> "Evaluation":
-    """Quantize, evaluate and write the report."""
-    import detent.evaluate as qe  # noqa: PLC0415 - already loaded
-    import detent.onnx as qo  # noqa: PLC0415
-    from detent.onnx.pass_errors import listening  # noqa: PLC0415
+def _missed_by_warnings(evaluation: "Evaluation") -> list[str]:
+    """Return the message of --strict, if there are warnings."""
+    codes = ", ".join(dict.fromkeys(each.code for each in evaluation.warnings))
+    return [f"--strict: got {counted(len(evaluation.warnings), 'warning')} ({codes}), expected none"] if codes else []
 
-    data = None if split is None else split.calibration
-    batches = "" if data is None else f" with {counted(data.count or 0, 'batch', ',')}"
-    screen.note(f"quantizing {source.path}{batches}")
-    with screen.progress("calibrating") as step, listening(screen.passed, screen.note):
-        # If nothing is held out, the evaluation runs on the calibration batches anyway.
-        compare = split is not None and split.is_held_out
-        result = qo.quantize(source, output, data, progress=step, compare=compare, **options)
-    _note_passes(screen, result.passes)
-    try:
-        if split is not None:
-            screen.note(f"evaluating on {split}")
-        with screen.stages() as progress:
-            evaluation = qe.evaluate_result(source, result, split, checks=checks, progress=progress, metric=metric)
-        if report is not None:
+
+@dataclass(frozen=True)
+class _Job:
+    """A call of the command after its checks: what it reads, writes and prints."""
+
+    screen: Screen
+    split: "Split | None"
+    output: Path
+    report: Path | None
+    command: str
+    metric: str | None
+    program: Program | None
+
+    def run(self, source: "LoadedModel", options: Mapping[str, Any], checks: "Checks") -> "Evaluation":
+        """Quantize, evaluate and write the report; of a program, also write the float ONNX model."""
+        result = self._quantize(source, options)
+        if self.program is not None:
+            source = self.program.write(self.screen, source)
+        try:
+            return self._evaluate(source, result, checks)
+        except BaseException:
+            self.screen.note(f"{self.output} is complete: it was written before this error")
+            raise
+
+    def _quantize(self, source: "LoadedModel", options: Mapping[str, Any]) -> "QuantizeReport":
+        import detent.onnx as qo  # noqa: PLC0415 - already loaded
+        from detent.onnx.pass_errors import listening  # noqa: PLC0415
+
+        data = None if self.split is None else self.split.calibration
+        batches = "" if data is None else f" with {counted(data.count or 0, 'batch', ',')}"
+        self.screen.note(f"quantizing {source.path if self.program is None else self.program.path}{batches}")
+        with self.screen.progress("calibrating") as step, listening(self.screen.passed, self.screen.note):
+            # If nothing is held out, the evaluation runs on the calibration batches anyway.
+            compare = self.split is not None and self.split.is_held_out
+            result = qo.quantize(source, self.output, data, progress=step, compare=compare, **options)
+        _note_passes(self.screen, result.passes)
+        return result
+
+    def _evaluate(self, source: "LoadedModel", result: "QuantizeReport", checks: "Checks") -> "Evaluation":
+        import detent.evaluate as qe  # noqa: PLC0415 - already loaded
+
+        if self.split is not None:
+            self.screen.note(f"evaluating on {self.split}")
+        with self.screen.stages() as progress:
+            evaluation = qe.evaluate_result(
+                source, result, self.split, checks=checks, progress=progress, metric=self.metric
+            )
+        if self.report is not None:
             from detent import report as qr  # noqa: PLC0415 - loaded only if needed
 
-            qr.build_from_evaluation(evaluation, command=command).save(report)
-    except BaseException:
-        screen.note(f"{output} is complete: it was written before this error")
-        raise
-    return evaluation
+            qr.build_from_evaluation(evaluation, command=self.command).save(self.report)
+        return evaluation
 
 
 def _check_data(screen: Screen, source: "LoadedModel", split: "Split | None", *, agreement: bool) -> None:
@@ -365,7 +399,14 @@ def _check_limits(sqnr_db: float | None, agreement: float | None, data: Path | N
 
 
 def _check_files(
-    model: Path, output: Path, report: Path | None, read: Mapping[str, Path | None], *, force: bool, dry_run: bool
+    model: Path,
+    output: Path,
+    report: Path | None,
+    read: Mapping[str, Path | None],
+    program: Program | None,
+    *,
+    force: bool,
+    dry_run: bool,
 ) -> None:
     check_is_file(model)
     if output.exists() and output.samefile(model):
@@ -373,6 +414,8 @@ def _check_files(
     check_distinct({"--output": output, "--report": report}, {"the model": model, **read})
     check_can_write(output, force=force or dry_run, is_written=not dry_run)
     check_report_path(report, force=force or dry_run, is_written=not dry_run)
+    if program is not None:
+        program.check_can_write(output, force=force, dry_run=dry_run)
 
 
 def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | None) -> None:

@@ -144,7 +144,8 @@ class _Trials:
         plan, decisions = self.result.plan, self.result.decisions
         if decisions is None:
             return
-        dense = [line for line in plan.quantized if line.input and not plan.layers_by_name[line.name].depthwise]
+        layers = plan.layers_by_name
+        dense = [line for line in plan.quantized if line.has_quantized_input and not layers[line.name].depthwise]
         text = faster(plan.target, [line.weight for line in dense if line.weight is not None], vnni=has_vnni())
         fast = replace(decisions, target=f"{plan.target.runtime}-vnni")
         if text:

@@ -468,7 +468,11 @@ def _with_float(
 def _equalize_and_smooth(
     graph_plan: GraphPlan, samples: Samples, options: Options, memory_budget: int | None
 ) -> tuple[GraphPlan, tuple[Equalized, ...], tuple[Smoothed, ...]]:
-    """Equalize and smooth the model; return the plan of the changed model, and the factors of both passes."""
+    """Equalize and smooth the model; return the plan of the changed model, and the factors of both passes.
+
+    Noise is measured with fixed scales, also for inputs that are quantized dynamically.
+    """
+    plan, graph_plan = graph_plan, graph_plan.with_fixed_inputs()
     equalized: tuple[Equalized, ...] = ()
     smoothed: tuple[Smoothed, ...] = ()
     evaluated = samples.evaluated if options.is_measured else ()
@@ -489,7 +493,8 @@ def _equalize_and_smooth(
                 changed = graph_plan.with_model(smoothquant.apply(copied(graph_plan.model), smoothed))
                 noises = _min_max_noises("SmoothQuant", (graph_plan, changed), evaluated, memory_budget, noise)
                 smoothed, graph_plan = (smoothed, changed) if noises[1] <= noises[0] else ((), graph_plan)
-    return graph_plan, equalized, smoothed
+    is_changed = graph_plan.model is not plan.model
+    return plan.with_model(graph_plan.model) if is_changed else plan, equalized, smoothed
 
 
 def _min_max_noises(

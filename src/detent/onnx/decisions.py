@@ -178,13 +178,15 @@ class LayerDecision(_ComparedByContent):
         name: name of its node.
         reason: why the layer is kept in float; "" if it is quantized.
         weight: spec of its weight; None if the layer is kept in float.
-        input: spec of its input; None if the input is float.
+        input: spec of its input; None if the input is float or quantized dynamically.
         weight_scale: scales of its weight, float32, one per parameter set; None if the layer is kept in float.
         weight_zero_point: zero points of its weight, one per parameter set; None if the layer is kept in float.
         bias: corrected bias, as int32 codes or as float32; None keeps the model's bias. The scale of int32 codes is the
             input scale times the weight scale.
         input_range: smallest and largest input in the samples that bias correction used; None without a float32 bias.
         index_rank: rank of the indices of a Gather with per-group scales; None for all other layers.
+        dynamic_input: spec of its input, if the file quantizes the input with the range of the current batch (dynamic
+            quantization); None otherwise.
 
     >>> layer = LayerDecision("fc", "", QuantSpec("int8"), None, np.float32(0.5), np.int32(0))
     >>> layer.weight_params
@@ -202,6 +204,7 @@ class LayerDecision(_ComparedByContent):
     bias: Array | None = None
     input_range: tuple[float, float] | None = None
     index_rank: int | None = None
+    dynamic_input: QuantSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("weight_scale", "weight_zero_point", "bias"):
@@ -212,7 +215,7 @@ class LayerDecision(_ComparedByContent):
     def _check(self) -> None:
         where, stored = f"layer {self.name!r}", (self.weight, self.weight_scale, self.weight_zero_point)
         if self.reason:
-            others = self.input, self.bias, self.input_range, self.index_rank
+            others = self.input, self.bias, self.input_range, self.index_rank, self.dynamic_input
             if any(each is not None for each in (*stored, *others)):
                 raise SpecError(
                     f"{where} is kept in float ({self.reason}), but has specs or parameters: omit either the reason or "
@@ -224,6 +227,8 @@ class LayerDecision(_ComparedByContent):
                 f"{where} lacks weight, weight_scale or weight_zero_point: pass all three, or a reason to keep the "
                 "layer in float"
             )
+        if self.input is not None and self.dynamic_input is not None:
+            raise SpecError(f"{where} has input and dynamic_input: omit one of them")
         self._check_bias(where)
         if self.index_rank is not None and not 0 <= self.index_rank <= MAX_INDEX_RANK:
             raise SpecError(f"{where}: index_rank must be in 0..{MAX_INDEX_RANK}, got {self.index_rank}")
@@ -550,6 +555,10 @@ class Decisions(_ComparedByContent):
         """
         values = parse(text, "the JSON of decisions")
         check_version(values.get("version"), VERSION, "decisions")
+        layers = values.get("layers")
+        for each in layers if isinstance(layers, list) else ():
+            if isinstance(each, dict):
+                each.setdefault("dynamic_input", None)  # earlier versions did not write it
         return decode(cls, values, "decisions", LEAVES)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
+from detent.channel_factors import MAX_REMAINING_NOISE, MIN_CHANNEL_VALUES, STRENGTHS, equalization_factors
 from detent.errors import SpecError
 from detent.granularity import PerAxis
 from detent.onnx.decisions import Equalized
@@ -37,10 +38,6 @@ __all__ = ["apply", "choose"]
 Array = NDArray[Any]
 Feed = dict[str, Array]
 
-STRENGTHS = (0.25, 0.5, 0.75, 1.0)
-MAX_FACTOR_RATIO = 1e3  # limit on the ratio of the largest to the smallest factor of a tensor
-MAX_REMAINING_NOISE = 0.9  # equalization must remove at least 10 % of the noise
-MIN_CHANNEL_VALUES = 256  # with fewer values per channel, the channel maximum is unreliable
 HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")  # f(s * x) = s * f(x) for s > 0
 
 
@@ -230,26 +227,19 @@ def _best_strength(
     is_lossless = all(layer.depthwise and _is_per_channel(line) for layer, line in zip(layers, readers, strict=True))
     for strength in STRENGTHS[-1:] if is_lossless else STRENGTHS:
         if len(every) > 1:
-            unseen = [error(_factors(channels.largest(1 - half), strength), every[half::2]) for half in (0, 1)]
+            unseen = [
+                error(equalization_factors(channels.largest(1 - half), strength), every[half::2]) for half in (0, 1)
+            ]
         else:
-            unseen = [error(_factors(largest, strength), every)]
+            unseen = [error(equalization_factors(largest, strength), every)]
         ratio = sum(unseen) / baseline
         if best is None or ratio < best[2]:
-            best = strength, _factors(largest, strength), ratio
+            best = strength, equalization_factors(largest, strength), ratio
     return best if best is not None and best[2] < MAX_REMAINING_NOISE else None
 
 
 def _is_per_channel(line: LayerPlan) -> bool:
     return line.weight is not None and isinstance(line.weight.granularity, PerAxis)
-
-
-def _factors(largest: Array, strength: float) -> Array:
-    usable = largest > 0
-    factors = np.ones(len(largest))
-    factors[usable] = largest[usable] ** strength
-    factors[usable] /= factors[usable].max(initial=0.0)  # no channel may be usable in one half of the samples
-    limited: Array = np.maximum(factors, 1 / MAX_FACTOR_RATIO).astype(np.float32)
-    return limited
 
 
 def _inverse(factors: Array) -> Array:

@@ -208,4 +208,4 @@ def choose_wide(noise: NoiseByLayer, plan: GraphPlan, work: Mapping[str, float])
 
 def _wide(line: LayerPlan) -> LayerPlan:
     """Return the row of a layer with its 8-bit weight."""
-    return LayerPlan(line.name, line.type, weight=line.wide_weight, input=line.input)
+    return LayerPlan(line.name, line.type, weight=line.wide_weight, input=line.input, dynamic_input=line.dynamic_input)

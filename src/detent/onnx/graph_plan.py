@@ -37,6 +37,7 @@ __all__ = [
     "LayerPlan",
     "Preference",
     "activation_problem",
+    "dynamic_problem",
     "plan",
     "weight_params",
     "weight_problem",
@@ -61,6 +62,12 @@ MIN_CONV_CHANNELS = 5  # per group; convolutions with fewer, and with several gr
 MIN_CONV_WEIGHTS = 1600
 MIN_TRANSPOSE_SHARE = 0.01  # share of all weight bytes; a ConvTranspose with a smaller weight is kept in float
 NO_KERNEL = "ONNX Runtime has no integer kernel for ConvTranspose"  # a reason, and the start of a note
+# ConvInteger of ONNX Runtime 1.31 takes 3.2 to 4.3 times as long as a float Conv, on one thread of a CPU with VNNI
+# (4 shapes, from a stem of 7x7 to 256 channels), so dynamic quantization keeps convolutions in float.
+DYNAMIC = "dynamic"  # after the spec of an input in plans and reports
+DYNAMIC_SPEC = QuantSpec("uint8")  # what DynamicQuantizeLinear computes
+BYTE = 8  # bits
+MIN_GROUP_SIZE = 16  # the smallest group size that replaces a larger one
 FLOAT_BYTES = 4
 
 
@@ -74,13 +81,14 @@ class LayerPlan:
         rule: index of the last rule that matched; None if no rule matched.
         reason: why the layer is kept in float; "" if it is quantized.
         weight: spec of its weight; None if the layer is kept in float.
-        input: spec of its input; None if the input is float.
+        input: spec of its input; None if the input is float or quantized dynamically.
         observer: observer of its input; None if no rule names an observer.
         nbytes_before: bytes of its weight in the float file.
         nbytes_after: bytes of its weight in the quantized file, including scales and zero points. Equal zero points are
         stored once in the file, but counted for each layer.
         note: remark on a quantized layer.
         wide_weight: the 8-bit spec of the recipe, if ``weight`` is limited to 7 bits for fast kernels.
+        dynamic_input: spec of its input, if the file quantizes the input with the range of the current batch.
 
     >>> LayerPlan("fc", "MatMul", reason="excluded").is_quantized
     False
@@ -97,11 +105,24 @@ class LayerPlan:
     nbytes_after: int = 0
     note: str = ""
     wide_weight: QuantSpec | None = None
+    dynamic_input: QuantSpec | None = None
 
     @property
     def is_quantized(self) -> bool:
         """Whether the layer is quantized."""
         return not self.reason
+
+    @property
+    def has_quantized_input(self) -> bool:
+        """Whether the layer's input is quantized, with fixed scales or dynamically."""
+        return self.input is not None or self.dynamic_input is not None
+
+    @property
+    def input_text(self) -> str:
+        """The spec of the input as text, with the word "dynamic" for dynamic quantization; "" if the input is float."""
+        if self.dynamic_input is not None:
+            return f"{self.dynamic_input} {DYNAMIC}"
+        return "" if self.input is None else str(self.input)
 
     def kept_in_float(self, reason: str) -> "LayerPlan":
         """Return this layer's row, changed to keep the layer in float for ``reason``.
@@ -190,6 +211,19 @@ class GraphPlan(PlanTotals[LayerPlan]):
         )
         return replace(self, layers=tuple(layers))
 
+    def with_fixed_inputs(self) -> "GraphPlan":
+        """Return this plan with fixed scales for inputs that are quantized dynamically.
+
+        The noise of both is similar, so accuracy passes can measure the plan with fixed scales.
+        """
+        if all(each.dynamic_input is None for each in self.layers):
+            return self
+        layers = (
+            each if each.dynamic_input is None else replace(each, input=each.dynamic_input, dynamic_input=None)
+            for each in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
     def with_quantized_outputs(self, names: Iterable[str]) -> "GraphPlan":
         """Return this plan with quantized outputs for some last layers, which have no quantized layer after them."""
         return replace(self, last_layers=self.last_layers | set(names))
@@ -219,7 +253,7 @@ def _row(layer: LayerPlan, name: str) -> tuple[str, ...]:
         layer.type,
         "-" if layer.rule is None else str(layer.rule),
         "-" if layer.weight is None else str(layer.weight),
-        "-" if layer.input is None else str(layer.input),
+        layer.input_text or "-",
         f"{layer.nbytes_before:,}",
         f"{layer.nbytes_after:,}",
         layer.reason or layer.note,
@@ -246,7 +280,7 @@ def plan(
 
     Raises:
         SpecError: a rule or a pattern of ``skip`` matches no layer, or a weight lacks the axis that its rule names.
-        UnsupportedError: the model has no layer to quantize.
+        UnsupportedError: the model has no layer to quantize, or the target does not support dynamic quantization.
 
     >>> from onnx import parser
     >>> print(plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -274,6 +308,11 @@ def plan(
         is_small = prefer == "speed" or _float_nbytes(layer) < small
         line = _plan_layer(graph, layer, decision, target, prefer, skipped=layer.name in skipped, is_small=is_small)
         lines.append(line if prefer == "accuracy" else _with_fast_weight(line, layer, target))
+    if target.runtime != "onnxruntime" and any(line.dynamic_input is not None for line in lines):
+        raise UnsupportedError(
+            f"target {target.name!r} does not support dynamic quantization, because OpenVINO runs it in float and "
+            "slower than the float model: use the target 'onnxruntime', or recipe 'w8a8' or 'w8a16'"
+        )
     by_name = {layer.name: layer for layer in layers}
     return GraphPlan(recipe, target, _without_shared(graph, by_name, lines), model)
 
@@ -321,7 +360,8 @@ def _plan_layer(
     rule = decision.rules[-1] if decision.rules else None
     before = _float_nbytes(layer)
     line = LayerPlan(layer.name, layer.node.op_type, rule, nbytes_before=before, nbytes_after=before)
-    input_spec = None if layer.node.op_type == "Gather" else decision.input
+    is_dynamic = decision.is_dynamic and layer.node.op_type != "Gather"
+    input_spec = None if layer.node.op_type == "Gather" or is_dynamic else decision.input
     reason = layer.reason or ("" if input_spec is None else _runtime_problem(layer, target, prefer))
     note = ""
     if reason == NO_KERNEL and not is_small:
@@ -332,30 +372,35 @@ def _plan_layer(
         return line.kept_in_float("skipped" if skipped else NO_RULE if rule is None else EXCLUDED)
     if decision.weight is None:
         return line.kept_in_float("its rule has no weight spec")
-    weight = _fit_axis(decision.weight, layer)
-    if input_spec is not None and not layer.depthwise:  # accumulators of depthwise kernels do not saturate
+    weight, group_note = _fit_groups(_fit_axis(decision.weight, layer), layer, target)
+    if (input_spec is not None or is_dynamic) and not layer.depthwise:  # accumulators of depthwise kernels are exact
         weight = target.weight_spec(weight)
     check_axis(weight, f"the weight of {layer.name!r}", layer.shape)
-    reason = weight_problem(weight, layer) or _rank_problem(graph, layer, weight)
+    reason = weight_problem(weight, layer, target) or _rank_problem(graph, layer, weight)
     if reason:
         return line.kept_in_float(reason)
+    dynamic_input = decision.input if is_dynamic else None
     reason = "" if input_spec is None else activation_problem(input_spec)
+    if dynamic_input is not None:
+        reason = dynamic_problem(dynamic_input, weight, layer)
     if reason:
         return line.kept_in_float(reason)
     slow = input_spec is not None and input_spec.bits == SLOW_BITS
     if slow and target.runtime == "onnxruntime":
         note = "ONNX Runtime runs 16-bit activations in float on CPUs"
-    stored = next(width for width in onnx_widths(is_matmul=layer.node.op_type in MATMULS) if width >= weight.bits)
+    widths = onnx_widths(is_matmul=layer.node.op_type in MATMULS and not is_dynamic)
+    stored = next(width for width in widths if width >= weight.bits)
     if stored > weight.bits:
         padded = f"{PADDED} {stored} bits, not {weight.bits}: no smaller than {stored}-bit weights, but less accurate"
         note = f"{note}; {padded}" if note.startswith(NO_KERNEL) else padded
-    after = _stored_nbytes(weight, layer)
-    return replace(line, weight=weight, input=input_spec, observer=decision.observer, nbytes_after=after, note=note)
+    note = "; ".join(filter(None, (note, group_note)))
+    line = replace(line, weight=weight, input=input_spec, dynamic_input=dynamic_input, observer=decision.observer)
+    return replace(line, nbytes_after=stored_nbytes(weight, layer.shape, widths), note=note)
 
 
 def _with_fast_weight(line: LayerPlan, layer: Layer, target: Target) -> LayerPlan:
     """Limit the weight of a dense layer to codes that fast kernels multiply exactly."""
-    if line.weight is None or line.input is None or layer.depthwise:
+    if line.weight is None or not line.has_quantized_input or layer.depthwise:
         return line
     fast = target.fast_weight_spec(line.weight)
     return line if fast == line.weight else replace(line, weight=fast, wide_weight=line.weight)
@@ -389,8 +434,35 @@ def _fit_axis(spec: QuantSpec, layer: Layer) -> QuantSpec:
     return spec
 
 
-def weight_problem(spec: QuantSpec, layer: Layer) -> str:
-    """Explain why an ONNX file cannot store a layer's weight with a spec; "" if it can."""
+def _fit_groups(spec: QuantSpec, layer: Layer, target: Target) -> tuple[QuantSpec, str]:
+    """Return a spec whose groups fit the weight, and a note if the group size does not divide the size of its axis.
+
+    In ONNX Runtime, the last group of a matmul's weight may be shorter. Otherwise the spec gets the largest smaller
+    group size that divides the size of the axis, unless that group size is below ``MIN_GROUP_SIZE``.
+    """
+    kind = spec.granularity
+    if not isinstance(kind, PerGroup) or not -len(layer.shape) <= kind.axis < len(layer.shape):
+        return spec, ""
+    length = layer.shape[kind.axis]
+    rest = length % kind.size
+    if not rest:
+        return spec, ""
+    if _may_be_short(layer, target):
+        return spec, f"the last group has {rest} of {kind.size} values, because {kind.size} does not divide {length}"
+    size = next(size for size in range(min(kind.size, length), 0, -1) if length % size == 0)
+    if size < min(kind.size, MIN_GROUP_SIZE):
+        return spec, ""
+    note = f"group size {size} instead of {kind.size}, which does not divide {length}"
+    return spec.replace(granularity=PerGroup(size, kind.axis)), note
+
+
+def _may_be_short(layer: Layer, target: Target) -> bool:
+    """Whether the last group of a weight may be shorter; OpenVINO and the Reshape of a table need equal groups."""
+    return layer.node.op_type in MATMULS and target.runtime == "onnxruntime"
+
+
+def weight_problem(spec: QuantSpec, layer: Layer, target: Target) -> str:
+    """Explain why an ONNX file for a target cannot store a layer's weight with a spec; "" if it can."""
     kind = spec.granularity
     if not spec.format.is_integer:
         return f"ONNX Runtime needs an integer format, got {spec.format.name}: use w8a8 or w8a16"
@@ -401,7 +473,7 @@ def weight_problem(spec: QuantSpec, layer: Layer) -> str:
     if isinstance(kind, PerGroup):
         if layer.node.op_type not in {*MATMULS, "Gather"}:
             return f"per-group scales need a MatMul, Gemm or Gather, not {layer.node.op_type}"
-        if layer.shape[kind.axis] % kind.size:
+        if layer.shape[kind.axis] % kind.size and not _may_be_short(layer, target):
             return f"group size {kind.size} does not divide {layer.shape[kind.axis]} (weight shape {layer.shape})"
     return ""
 
@@ -423,10 +495,15 @@ def activation_problem(spec: QuantSpec) -> str:
     return "" if spec.scale_format == "float" else f"ONNX files cannot store activations as {spec}"
 
 
-def _stored_nbytes(spec: QuantSpec, layer: Layer) -> int:
-    """Return the bytes that the codes, scales and zero points of a weight take in the file."""
-    is_matmul = layer.node.op_type in MATMULS
-    return stored_nbytes(spec, layer.shape, onnx_widths(is_matmul=is_matmul))
+def dynamic_problem(spec: QuantSpec, weight: QuantSpec, layer: Layer) -> str:
+    """Explain why a file cannot quantize the input of a layer dynamically; "" if it can."""
+    if layer.node.op_type not in MATMULS:
+        return f"dynamic quantization would make a {layer.node.op_type} slower than float: only MatMul and Gemm have it"
+    if spec != DYNAMIC_SPEC:
+        return f"dynamic quantization needs an input of {DYNAMIC_SPEC}, got {spec}"
+    if weight.bits > BYTE or weight.granularity not in (PerTensor(), PerAxis(1)):
+        return f"dynamic quantization needs a weight of at most 8 bits per channel or per tensor, got {weight}"
+    return ""
 
 
 def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:

@@ -31,7 +31,7 @@ from detent.model_metric import MetricLike, MetricResult, get_metric, parse_drop
 from detent.onnx.accuracy_passes import Decided, Effort, KeepFloat, Options, RunOptions, decide_with_data, reject_empty
 from detent.onnx.calibration import Progress
 from detent.onnx.decisions import Decisions
-from detent.onnx.graph_plan import GraphPlan, Preference, RecipeLike, plan
+from detent.onnx.graph_plan import NO_KERNEL, GraphPlan, Preference, RecipeLike, plan
 from detent.onnx.metric_search import MetricGoal, MetricSearch
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import listening, running
@@ -52,6 +52,7 @@ from detent.onnx_model.sessions import (
 from detent.onnx_model.targets import Target, get_target
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike
+from detent.scale_mode import PerBatch
 from detent.storage import check_directory
 from detent.tables import html_table, short_name, table_lines
 
@@ -76,7 +77,7 @@ class LayerReport:
         name: name of its node.
         type: operator of its node.
         weight: spec of its weight; "" if the layer is kept in float.
-        input: spec of its input; "" if the input is float.
+        input: spec of its input, followed by "dynamic" for dynamic quantization; "" if the input is float.
         reason: why the layer is kept in float; "" if it is quantized.
         kernel: the operator that ONNX Runtime runs for the layer on this machine; "" if it is kept in float.
         note: remark of the plan on a quantized layer.
@@ -104,7 +105,7 @@ class LayerReport:
         if self.reason or self.runs_on_integer_kernel:
             return self.reason
         if not self.input:
-            return self.note or "the layer's input is float"
+            return self.note if self.note.startswith(NO_KERNEL) else "the layer's input is float"
         return self.note or f"ONNX Runtime runs this layer as {self.kernel or self.type} on this machine"
 
 
@@ -258,7 +259,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             to the model file. For a ModelProto, which has no file, ``output`` is required.
         data: calibration batches: an iterable of dicts, tuples or arrays, a callable that returns one, a data loader,
             an .npz, .npy, image or .wav file, or a directory of such files. A ``detent.onnx_model.DataFiles`` also has
-            options such as preprocessing or a tokenizer for texts. Weight-only recipes need no data.
+            options such as preprocessing or a tokenizer for texts. Weight-only recipes and dynamic
+            quantization need no data.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         target: the runtime that the file is for, such as "onnxruntime-avx2".
         observer: observer for activations; None searches margins of ranges, and ranges to clip. The range of a rule's
@@ -480,6 +482,8 @@ def _decide(
     with running("planning"):
         graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip, prefer=options.prefer)
     reject_empty(graph_plan)
+    if batches is None and any(line.input is not None for line in graph_plan.quantized):
+        raise _missing_data(recipe)
     facts = Decisions(
         written_by=__version__,
         onnx_version=onnx.__version__ if own_opset < graph_plan.graph.opset else "",
@@ -504,12 +508,17 @@ def _decide(
 def _checked_data(model: LoadedModel, data: BatchSource | None, recipe: Recipe) -> Batches | None:
     if data is not None:
         return open_batches(data, model.inputs)
-    if any(rule.input is not None or rule.output is not None for rule in recipe.rules):
-        raise NotCalibratedError(
-            f"recipe {recipe.name or recipe!r} quantizes activations and needs calibration data: pass data= (--data), "
-            "or use a weight-only recipe such as 'w8a16' or 'w4a16'"
-        )
+    is_static = all(rule.mode != PerBatch() for rule in recipe.rules)  # otherwise the plan tells which data is needed
+    if is_static and any(rule.input is not None or rule.output is not None for rule in recipe.rules):
+        raise _missing_data(recipe)
     return None
+
+
+def _missing_data(recipe: Recipe) -> NotCalibratedError:
+    return NotCalibratedError(
+        f"recipe {recipe.name or recipe!r} quantizes activations and needs calibration data: pass data= (--data), or "
+        "use 'w8a8-dynamic', or a weight-only recipe such as 'w8a16' or 'w4a16'"
+    )
 
 
 def _needs_low_bits(recipe: Recipe) -> bool:
@@ -561,7 +570,7 @@ def _finish(
             each.name,
             each.type,
             "" if each.weight is None else str(each.weight),
-            "" if each.input is None else str(each.input),
+            each.input_text,
             each.reason,
             kernels.get(each.name, by_weight.get(by_name[each.name].weight, "") if each.is_quantized else ""),
             each.note,

@@ -214,7 +214,7 @@ def _expects_small_values(plan: GraphPlan, name: str) -> bool:
 
 def _layer_warnings(plan: GraphPlan, layers: Sequence[LayerRow]) -> Iterator[QuantizeWarning]:
     lines = {line.name: line for line in plan.layers}
-    has_inputs = any(line.input is not None for line in plan.quantized)
+    has_inputs = any(line.has_quantized_input for line in plan.quantized)
     slow = [
         layer
         for layer in layers

@@ -2,7 +2,8 @@
 
 ``rewrite`` needs no data and searches nothing. It brings the model into the form that ``normal_form`` describes. It
 applies the factors of cross-layer equalization and SmoothQuant, and inserts Q/DQ pairs for activations. Then it stores
-weights as codes and biases as int32 codes, adds the Max nodes of ``ort_workarounds``, and writes the metadata.
+weights as codes and biases as int32 codes, adds the Max nodes of ``ort_workarounds``, and writes the metadata. A layer
+whose input is quantized dynamically becomes a MatMulInteger.
 
 Every step depends only on the model and its decisions. This includes new names, which are numbered in the order of
 insertion. So the same model and decisions give the same bytes. If a new version of detent changes these bytes, it also
@@ -25,15 +26,15 @@ from detent.onnx import equalization, smoothquant
 from detent.onnx.bias_correction import CorrectedBias
 from detent.onnx.calibration import Calibration, choose_params, range_decisions
 from detent.onnx.decisions import MAX_BIAS_CODE, Decisions, LayerDecision, QuantizerPlacement
-from detent.onnx.graph_plan import GraphPlan, LayerPlan, activation_problem, weight_problem
+from detent.onnx.graph_plan import GraphPlan, LayerPlan, activation_problem, dynamic_problem, weight_problem
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.stored_decisions import to_metadata
 from detent.onnx_model.files import ModelSource, copied, load, load_model
-from detent.onnx_model.graph import DEQUANTIZE, QUANTIZE, Graph, clear_notes
+from detent.onnx_model.graph import DEQUANTIZE, INTEGER_MATMUL, QUANTIZE, Graph, clear_notes
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.ort_workarounds import guard_float, guard_pools, share_floats
 from detent.onnx_model.provenance import Provenance
-from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, gather, stored_codes
+from detent.onnx_model.qdq_writer import DynamicCodes, QdqParams, QdqWriter, gather, integer_matmul, stored_codes
 from detent.onnx_model.targets import Container, Target, get_target
 from detent.ops import quantize
 from detent.params import QuantParams
@@ -55,7 +56,7 @@ __all__ = [
 
 Array = NDArray[Any]
 
-MIN_WEIGHT_BITS = 8  # for Conv and Gather, which support no smaller type; MatMul and Gemm support 4 bits
+MIN_WEIGHT_BITS = 8  # for Conv, Gather and MatMulInteger, which support no smaller type; MatMul, Gemm support 4 bits
 ROOMY_BIAS_CODE = 1 << 30  # leaves half of the int32 accumulator to the sum of products
 
 
@@ -231,7 +232,7 @@ def _layer_decision(
     if layer.node.op_type == "Gather" and isinstance(line.weight.granularity, PerGroup):
         rank = len(plan.graph.shape(layer.data) or ())
     stored = params.scale, params.zero_point, replaced
-    return LayerDecision(line.name, "", line.weight, line.input, *stored, observed, rank)
+    return LayerDecision(line.name, "", line.weight, line.input, *stored, observed, rank, line.dynamic_input)
 
 
 def bias_scale(incoming: QuantParams, weight: QuantParams) -> Array:
@@ -305,14 +306,15 @@ def _share_zero_points(graph: Graph) -> None:
     """Store equal zero points once; most zero points of a model are 0."""
     names: dict[tuple[int, tuple[int, ...], bytes], str] = {}
     for node in graph.nodes:
-        if node.op_type not in {QUANTIZE, DEQUANTIZE} or len(node.input) < 3 or node.input[2] not in graph.constants:
+        position = {QUANTIZE: 2, DEQUANTIZE: 2, INTEGER_MATMUL: 3}.get(node.op_type, len(node.input))
+        if len(node.input) <= position or node.input[position] not in graph.constants:
             continue
-        tensor = graph.constants[node.input[2]]
-        values = graph.array(node.input[2])
+        tensor = graph.constants[node.input[position]]
+        values = graph.array(node.input[position])
         key = tensor.data_type, tuple(tensor.dims), values.tobytes()
         if key not in names:
             names[key] = graph.add_constant("zero_point", values, tensor.data_type)
-        graph.set_input(node, 2, names[key])
+        graph.set_input(node, position, names[key])
 
 
 def check_fits(graph: Graph, decisions: Decisions) -> dict[str, Layer]:
@@ -337,31 +339,25 @@ def _check_layers(graph: Graph, layers: Mapping[str, Layer], decisions: Decision
     tensors = {each.tensor: each for each in decisions.placements}
     for each in decisions.layers:
         if each.is_quantized:
-            problem = _layer_problem(graph, layers[each.name], each, tensors)
+            problem = _layer_problem(graph, layers[each.name], each, tensors, get_target(decisions.target))
             if problem:
                 raise SpecError(f"layer {each.name!r}: {problem}")
 
 
 def _layer_problem(
-    graph: Graph, layer: Layer, line: LayerDecision, placements: Mapping[str, QuantizerPlacement]
+    graph: Graph, layer: Layer, line: LayerDecision, placements: Mapping[str, QuantizerPlacement], target: Target
 ) -> str:
     """Explain why a decision cannot be applied to a layer; "" if it can."""
     params = line.weight_params
-    problem = layer.reason or weight_problem(params.spec, layer)
+    problem = layer.reason or weight_problem(params.spec, layer, target)
     if problem:
         return problem
     expected = params.spec.granularity.tiling(layer.shape).scale_shape
     if params.scale.shape != expected:
         return f"weight_scale must have shape {expected}, got {params.scale.shape}"
-    if line.input is not None:
-        placement = placements.get(layer.data)
-        if activation_problem(line.input):
-            return activation_problem(line.input)
-        if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
-            return (
-                f"input= is a spec, but the layer's input {layer.data!r} has no placement for this layer: "
-                "add a placement, add the layer to the placement's readers=, or set input=None"
-            )
+    problem = _input_problem(layer, line, placements.get(layer.data), target)
+    if problem:
+        return problem
     if line.bias is not None and (problem := _bias_problem(graph, layer, line.bias, params)):
         return problem
     is_grouped_table = layer.node.op_type == "Gather" and isinstance(params.spec.granularity, PerGroup)
@@ -370,6 +366,24 @@ def _layer_problem(
     indices = graph.shape(layer.data)
     if line.index_rank is not None and indices is not None and line.index_rank != len(indices):
         return f"index_rank must be {len(indices)}, the rank of the layer's indices, got {line.index_rank}"
+    return ""
+
+
+def _input_problem(layer: Layer, line: LayerDecision, placement: QuantizerPlacement | None, target: Target) -> str:
+    """Explain why the input of a layer cannot be quantized as decided; "" if it can."""
+    if line.dynamic_input is not None and target.runtime != "onnxruntime":
+        return f"dynamic_input must be None, because target {target.name!r} does not support dynamic quantization"
+    if line.dynamic_input is not None:
+        return dynamic_problem(line.dynamic_input, line.weight_params.spec, layer)
+    if line.input is None:
+        return ""
+    if activation_problem(line.input):
+        return activation_problem(line.input)
+    if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
+        return (
+            f"input= is a spec, but the layer's input {layer.data!r} has no placement for this layer: "
+            "add a placement, add the layer to the placement's readers=, or set input=None"
+        )
     return ""
 
 
@@ -459,6 +473,7 @@ class _Writer:
         self._input_params: dict[str, QuantParams] = {}  # parameters of a node's input, by node name
         self._group_constants: dict[str, tuple[str, str]] = {}  # names of scale and zero point, by group
         self._codes: dict[str, str] = {}  # name of the codes, by tensor name
+        self._dynamic: dict[str, DynamicCodes] = {}  # outputs of DynamicQuantizeLinear, by tensor name
         self._stored: dict[tuple[str, QuantParams, Container], _StoredWeight] = {}
 
     def write_activation(self, placement: QuantizerPlacement) -> None:
@@ -512,9 +527,13 @@ class _Writer:
         if layer.node.op_type == "Gather":
             self._write_table(line, layer, node)
             return
-        min_bits = MIN_WEIGHT_BITS if layer.node.op_type in {"Conv", "ConvTranspose"} else 4
+        is_dynamic = line.dynamic_input is not None
+        min_bits = MIN_WEIGHT_BITS if is_dynamic or layer.node.op_type in {"Conv", "ConvTranspose"} else 4
         container = self.target.weight_container(params.spec, depthwise=layer.depthwise, min_bits=min_bits)
         stored = self._store(layer, params, container)
+        if is_dynamic:
+            self._write_dynamic(stored, layer, node)
+            return
         if not stored.dequantized:
             stored.dequantized = graph.fresh(f"{layer.weight}_dq")
             graph.insert([self._writer.dequantized(stored.names, stored.dequantized, layer.weight, stored.qparams)])
@@ -522,6 +541,17 @@ class _Writer:
         incoming = self._input_params.get(line.name) if line.input is not None else None
         if bias is not None and incoming is not None:
             self._write_bias(node, layer, bias, bias_scale(incoming, params))
+
+    def _write_dynamic(self, stored: _StoredWeight, layer: Layer, node: NodeProto) -> None:
+        """Replace a matmul by a MatMulInteger; layers that read the same tensor share its DynamicQuantizeLinear."""
+        graph, x = self.graph, node.input[0]
+        if x not in self._dynamic:
+            quantize_x, self._dynamic[x] = self._writer.dynamic(x)
+            graph.insert([quantize_x])
+            self.activation_names[quantize_x.name] = layer.data
+        nodes = integer_matmul(graph, node, self._dynamic[x], stored.names, stored.qparams)
+        graph.remove([node])
+        graph.insert(nodes)
 
     def _write_bias(self, node: NodeProto, layer: Layer, bias: Array, scale: Array) -> None:
         if stays_float(bias, scale):

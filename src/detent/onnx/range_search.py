@@ -12,9 +12,9 @@ samples does not depend on them, and is kept. Two kinds of ranges are compared w
   samples' maxima. The lower bound is computed in the same way. A tensor with fixed bounds, such as the output of a
   Sigmoid, has a small deviation, and so almost no margin. All tensors have the same margin: the smallest one whose
   noise is close to the least noise.
-- The clipped range of the observer, for tensors that ``choose_clipped`` selects. First all of these tensors are clipped
-  together, then each half of them, each quarter, and so on. Clipping is kept only if it removes a tenth of the noise,
-  or half of it with many calibration samples, because the measured samples then contain few of the clipped values.
+- The clipped range of the observer, for tensors that ``choose_clipped`` selects; ``search_subset`` decides for which of
+  them. Clipping is kept only if it removes a tenth of the noise, or half of it with many calibration samples, because
+  the measured samples then contain few of the clipped values.
 
 A fold is small, because a model sees more data in use than in calibration: ranges of 8 samples are tested on 32.
 """
@@ -33,6 +33,7 @@ from detent.onnx.float_fallback import NoiseByLayer
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx_model.sessions import tensor_bounds
 from detent.params import QuantParams
+from detent.subset_search import search_subset
 
 __all__ = ["MIN_SAMPLES", "ChosenRanges", "SampleBounds", "search_ranges"]
 
@@ -44,8 +45,6 @@ MIN_SAMPLES = 4  # with fewer samples, ranges are not searched
 MIN_MEASURED = 8  # with noise measured on fewer samples, margins are not searched: large values are rare
 FOLDS, MIN_FOLD_SAMPLES = 4, 4  # with fewer samples per fold, there are only two folds
 MAX_EXCESS_NOISE = 1.26  # relative to the least noise of all margins (1 dB); the smallest margin below it is chosen
-MAX_MEASUREMENTS = 16  # limit on the measurements of clipped ranges
-MAX_SWITCHED_NOISE = 0.98  # clipping more or fewer tensors must remove at least 2 % of the noise
 MAX_CLIPPED_NOISE = 0.9  # noise with clipped ranges, relative to min-max ranges (0.5 dB)
 MAX_CLIPPED_NOISE_MANY = 0.5  # the same limit with many calibration samples (3 dB)
 MANY_SAMPLES = 64  # with more calibration samples, noise is measured only on a small part of them
@@ -202,22 +201,10 @@ class _Search:
         candidates = [each for each in self._placements if each in clipped and self._is_narrower(each)]
         if not candidates:
             return set()
-        chosen, pending = set(candidates), _halves(candidates)
         plain = self._plain
         if not np.isfinite(plain) or not plain:  # the noise cannot be measured
             return set()
-        remaining = self._measure(0.0, chosen)
-        if not remaining <= plain:
-            chosen, remaining = set(), plain
-        for _ in range(MAX_MEASUREMENTS):
-            if not pending or not remaining:
-                break
-            groups = pending.pop(0)
-            changed = chosen ^ set(groups)
-            now = self._measure(0.0, changed, MAX_SWITCHED_NOISE * remaining)
-            if now < MAX_SWITCHED_NOISE * remaining:
-                chosen, remaining = changed, now
-            pending += _halves(groups)
+        chosen, remaining = search_subset(candidates, lambda changes, limit: self._measure(0.0, changes, limit), plain)
         limit = MAX_CLIPPED_NOISE_MANY if self._bounds.has_many else MAX_CLIPPED_NOISE
         return chosen if remaining <= limit * plain else set()
 
@@ -265,9 +252,3 @@ def with_margin(
     """Compute the parameters of a group from its range with a margin; ``fold=None`` uses all calibration data."""
     observed, _ = calibration.source(placement.group)
     return range_params(placement, calibration, bounds.range(observed, margin, fold))
-
-
-def _halves(groups: list[str]) -> list[list[str]]:
-    """Return both halves of some groups; [] for a single group."""
-    half = len(groups) // 2
-    return [groups[:half], groups[half:]] if half else []

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from detent.errors import UnsupportedError
+from detent.metrics import has_first_rows
 from detent.onnx_model.batches import Batches, can_cut, samples_in, update_digest
 from detent.onnx_model.model_inputs import InputInfo, inputs_of
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
@@ -30,7 +31,6 @@ Feed = dict[str, Array]
 MAX_SAMPLES, MAX_SAMPLE_BYTES = 32, 64 << 20  # limits on the samples that are kept in memory
 MAX_EVALUATED = 8  # limit on the samples on which fitted values are evaluated
 MAX_BATCHES = 8  # limit if whole batches are samples
-TOLERANCE = 1e-3  # relative to the largest output; the accumulation order of kernels may depend on the batch size
 
 
 class Samples(NamedTuple):
@@ -134,14 +134,4 @@ def _computes_each_sample(model: ModelProto, feed: Feed) -> bool:
             one = session.run(names, {name: array[:1] for name, array in feed.items()})
     except UnsupportedError:  # for example, a Reshape to a fixed batch size
         return False
-    return all(_is_first(a, b, samples_in(feed)) for a, b in zip(one, whole, strict=True))
-
-
-def _is_first(one: Array, whole: Array, count: int) -> bool:
-    """Return whether ``whole`` has ``count`` rows, and the first row equals the only row of ``one`` up to rounding."""
-    if one.shape != (1, *whole.shape[1:]) or whole.shape[:1] != (count,):
-        return False
-    if one.dtype.kind != "f":
-        return bool((one == whole[:1]).all())
-    largest = float(np.abs(whole[np.isfinite(whole)]).max(initial=0.0))
-    return bool(np.allclose(one, whole[:1], rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True))
+    return all(has_first_rows(b, a, 1, samples_in(feed)) for a, b in zip(one, whole, strict=True))

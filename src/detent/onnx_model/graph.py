@@ -29,7 +29,9 @@ __all__ = [
     "BITS",
     "CODE_OPERATORS",
     "DEQUANTIZE",
+    "DYNAMIC_QUANTIZE",
     "INTEGER_KERNELS",
+    "INTEGER_MATMUL",
     "MAIN",
     "MATMULS",
     "MOVING",
@@ -59,11 +61,15 @@ Array = NDArray[Any]
 # Families of operators; other modules combine them into further families.
 MAIN = ("", "ai.onnx")  # names of the domain of ONNX's own operators
 QUANTIZE, DEQUANTIZE = QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+DYNAMIC_QUANTIZE, INTEGER_MATMUL = "DynamicQuantizeLinear", "MatMulInteger"
 MATMULS = ("MatMul", "Gemm")
 MOVING = ("Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")  # change shapes, not values
 # Operators that only pick or repeat values, so codes and scale stay the same (Resize only in mode "nearest").
 PASSING_CODES = (*MOVING, "MaxPool", "Split", "Resize", "DepthToSpace")
-INTEGER_KERNELS = ("ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "QGemm", "QLinearConv", "QLinearMatMul")
+INTEGER_KERNELS = (
+    *("ConvInteger", "DynamicQuantizeMatMul", INTEGER_MATMUL, "MatMulIntegerToFloat"),
+    *("QGemm", "QLinearConv", "QLinearMatMul"),
+)
 # Operators whose names begin with one of these compute with codes: integer kernels of layers, QLinearAdd and others.
 CODE_OPERATORS = (*INTEGER_KERNELS, "DynamicQuantize", "MatMulNBits", "QAttention", "QLinear")
 

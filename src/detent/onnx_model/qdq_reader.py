@@ -7,7 +7,9 @@ codes -> DequantizeLinear                            ``WeightCodes``; int32 code
 codes -> Gather, Transpose, ... -> DequantizeLinear  ``WeightCodes``, ``direct`` is False         codes
 float constant -> QuantizeLinear -> DequantizeLinear ``WeightCodes``, quantized at run time       float
 codes -> Gather -> Cast [-> Sub] -> Mul              ``WeightCodes``; rows are looked up          table
+codes -> MatMulInteger -> Cast -> Mul by two scales  ``WeightCodes``; the input is dynamic        integer
 QuantizeLinear                                       ``QuantizeNode``, with the Clip before it
+DynamicQuantizeLinear                                ``DynamicQuantizer``
 model input -> DequantizeLinear                      ``CodedInput``
 QLinearConv, MatMulNBits, ..., or a computed scale   ``Unread``, with the reason
 ==================================================== ============================================ =========
@@ -35,6 +37,8 @@ from detent.onnx_model.graph import (
     BITS,
     CODE_OPERATORS,
     DEQUANTIZE,
+    DYNAMIC_QUANTIZE,
+    INTEGER_MATMUL,
     MOVING,
     QUANTIZE,
     QUANTIZERS,
@@ -54,6 +58,7 @@ from detent.tables import counted
 
 __all__ = [
     "CodedInput",
+    "DynamicQuantizer",
     "QuantizeNode",
     "QuantizedGraph",
     "Unread",
@@ -64,7 +69,7 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-Form = Literal["codes", "float", "table"]
+Form = Literal["codes", "float", "table", "integer"]
 COMPUTED = "its scale or zero point is computed, not constant"
 _CARRYING = (*MOVING, "Identity", "Gather", "Cast")  # operators between codes and a DequantizeLinear
 _CODE_TYPES = [
@@ -81,8 +86,11 @@ _TABLE_STEPS = {  # between a table's Gather and its Mul: maps each operator to 
 }
 
 
-def is_quantized(model: ModelProto, operators: tuple[str, ...] = QUANTIZERS) -> bool:
-    """Return whether the main graph has a node whose operator is in ``operators``; the default is any Q/DQ node."""
+def is_quantized(model: ModelProto, operators: tuple[str, ...] = (*QUANTIZERS, DYNAMIC_QUANTIZE)) -> bool:
+    """Return whether the main graph has a node whose operator is in ``operators``.
+
+    The default is any Q/DQ node and DynamicQuantizeLinear.
+    """
     return any(node.op_type in operators for node in model.graph.node)
 
 
@@ -161,7 +169,10 @@ class QuantizeNode:
 
 @dataclass(frozen=True, eq=False)
 class WeightCodes:
-    """A quantized constant, and the node that dequantizes it: a DequantizeLinear, or the Mul after a table lookup."""
+    """A quantized constant, and the node that dequantizes it: a DequantizeLinear, or the Mul after a table lookup.
+
+    In the form "integer", the node is the MatMulInteger that reads the codes.
+    """
 
     name: str  # name of the constant
     tensor: TensorProto = field(repr=False)  # holds floats, not codes, if form is "float"
@@ -195,6 +206,19 @@ class WeightCodes:
 
 
 @dataclass(frozen=True, eq=False)
+class DynamicQuantizer:
+    """A DynamicQuantizeLinear node, which computes scale and zero point from the range of its input."""
+
+    node: str  # name of the node
+    x: str
+    codes: str  # names of the node's outputs
+    scale: str
+    zero_point: str
+    readers: tuple[str, ...] = ()  # nodes that read the codes
+    inner: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class CodedInput:
     """A model input that holds codes, and the constant parameters that dequantize it."""
 
@@ -215,7 +239,7 @@ class Unread:
     inner: bool = False
 
 
-Record = QuantizeNode | WeightCodes | CodedInput | Unread
+Record = QuantizeNode | DynamicQuantizer | WeightCodes | CodedInput | Unread
 
 
 def _parameter_names(record: Record) -> Sequence[str]:
@@ -224,6 +248,8 @@ def _parameter_names(record: Record) -> Sequence[str]:
         return record.node.input[1:] if record.node.op_type in QUANTIZERS else ()
     if isinstance(record, QuantizeNode):
         return record.scale, record.zero_point
+    if isinstance(record, DynamicQuantizer):
+        return ()
     is_float = isinstance(record, WeightCodes) and record.form == "float"
     return (*record.constants, record.name) if is_float else record.constants
 
@@ -273,6 +299,11 @@ class QuantizedGraph:
         return [each for each in self.records if isinstance(each, QuantizeNode) and not each.inner]
 
     @cached_property
+    def dynamic_quantizers(self) -> list[DynamicQuantizer]:
+        """The DynamicQuantizeLinear nodes of the main graph."""
+        return [each for each in self.records if isinstance(each, DynamicQuantizer) and not each.inner]
+
+    @cached_property
     def weights(self) -> list[WeightCodes]:
         """Weights and biases of the main graph that are stored as codes.
 
@@ -281,7 +312,7 @@ class QuantizedGraph:
         names = {} if self.provenance is None else self.provenance.weights
         stored = [each for each in self.records if isinstance(each, WeightCodes) and not each.inner]
         tables = [each for each in stored if each.form == "table" and each.name in names]
-        return [*(each for each in stored if each.form == "codes"), *tables]
+        return [*(each for each in stored if each.form in {"codes", "integer"}), *tables]
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -313,7 +344,7 @@ def open_quantized(source: ModelSource) -> QuantizedGraph:
         FileFormatError: the file or its metadata are damaged.
     """
     quantized = QuantizedGraph(load_model(source).proto)
-    if not (quantized.weights or quantized.quantize_nodes or quantized.notes):
+    if not (quantized.weights or quantized.quantize_nodes or quantized.dynamic_quantizers or quantized.notes):
         raise UnsupportedError(
             "the model has no QuantizeLinear or DequantizeLinear node, expected a quantized model: pass the "
             "quantized model as artifact, and the float model as source"
@@ -347,6 +378,10 @@ class _Scope:
                 return self._dequantize_node(node)
             if node.op_type == "Gather" and node.input[0] in self.constants:
                 return self._table(node)
+            if node.op_type == DYNAMIC_QUANTIZE:
+                return self._dynamic_quantizer(node)
+            if node.op_type == INTEGER_MATMUL and (weight := self._integer_weight(node)) is not None:
+                return weight
         except DetentError as error:
             of_weight = node.op_type == DEQUANTIZE and self._trace(node.input[0])[0] in self.constants
             return Unread(node, str(error), of_weight, self.inner)
@@ -419,6 +454,51 @@ class _Scope:
             last = self._readers(last[0].output[0])
         names, readers = (scale, zero), _described(last)
         return WeightCodes(gather.input[0], table, node, qparams, names, tuple(path), "table", readers, self.inner)
+
+    def _dynamic_quantizer(self, node: NodeProto) -> Record:
+        if not all(node.output):
+            return Unread(node, "one of its outputs is omitted", inner=self.inner)
+        codes, scale, zero_point = node.output
+        readers = self._code_readers(codes)
+        return DynamicQuantizer(node_name(node), node.input[0], codes, scale, zero_point, readers, self.inner)
+
+    def _integer_weight(self, matmul: NodeProto) -> WeightCodes | None:
+        """Read the weight of a MatMulInteger whose input is quantized dynamically; None for any other pattern."""
+        x, codes, x_zero, zero = (*matmul.input, "", "")[:4]
+        quantizer = self._producers.get(x)
+        if quantizer is None or quantizer.op_type != DYNAMIC_QUANTIZE or [*quantizer.output[::2]] != [x, x_zero]:
+            return None
+        cast = self._only_reader(matmul.output[0], "Cast")
+        product = None if cast is None else self._only_reader(cast.output[0], "Mul")
+        if cast is None or product is None or attribute_of(cast, "to") != TensorProto.FLOAT:
+            return None
+        scales = self._producers.get(next((name for name in product.input if name != cast.output[0]), ""))
+        if scales is None or scales.op_type != "Mul" or quantizer.output[1] not in scales.input:
+            return None
+        scale = next((name for name in scales.input if name != quantizer.output[1]), "")
+        names = codes, scale, *([zero] if zero else [])
+        if any(name not in self.constants for name in names) or len(self.constants[codes].dims) != 2:
+            return None
+        qparams = self._column_params(self.constants[codes], scale, zero)
+        if qparams is None:
+            return None
+        readers = _described([matmul])
+        tensor = self.constants[codes]
+        return WeightCodes(codes, tensor, matmul, qparams, (scale, zero), (), "integer", readers, self.inner)
+
+    def _column_params(self, codes: TensorProto, scale: str, zero: str) -> QdqParams | None:
+        """Return the parameters of a matrix with one scale, or with one scale per column."""
+        scales, columns = array_of(self.constants[scale]), codes.dims[1]
+        zeros = array_of(self.constants[zero]).astype(np.int64) if zero else np.zeros((), np.int64)
+        if scales.dtype != np.float32 or scales.size not in {1, columns} or zeros.size not in {1, scales.size}:
+            return None
+        scales = scales.reshape(() if scales.size == 1 else (columns,))
+        zeros = np.broadcast_to(zeros.reshape(() if zeros.size == 1 else (columns,)), scales.shape)
+        return QdqParams(scales, zeros, codes.data_type, 1, 0, *_code_range(codes.data_type))
+
+    def _only_reader(self, name: str, operator: str) -> NodeProto | None:
+        readers = self._readers(name)
+        return readers[0] if len(readers) == 1 and readers[0].op_type == operator else None
 
     def _row_constant(self, node: NodeProto, before: str, gather: NodeProto) -> str:
         """Return the name of the scalar or per-row constant that a table's Sub or Mul reads, or "" for other inputs."""

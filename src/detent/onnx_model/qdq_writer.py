@@ -24,6 +24,10 @@ per group of a row   as per row, with the groups as an additional axis
 
 The results are the same as with DequantizeLinear: the subtraction is exact, and the product is rounded once. A
 DequantizeLinear could read looked-up scales only as blocks, which OpenVINO does not support.
+
+A layer with a dynamically quantized input is ``integer_matmul``, which ONNX Runtime fuses into one kernel::
+
+    x -> DynamicQuantizeLinear -> MatMulInteger(weight codes) -> Cast -> Mul(input scale * weight scale) [-> Add(bias)]
 """
 
 from collections.abc import Sequence
@@ -37,17 +41,26 @@ from onnx import NodeProto, TensorProto, helper
 from detent.errors import FileFormatError, ParamsError, UnsupportedError
 from detent.formats import FORMATS, Format
 from detent.granularity import Granularity, PerAxis, PerGroup, PerTensor
-from detent.onnx_model.graph import DEQUANTIZE, QUANTIZE, Graph, element_range
+from detent.onnx_model.graph import (
+    DEQUANTIZE,
+    DYNAMIC_QUANTIZE,
+    INTEGER_MATMUL,
+    QUANTIZE,
+    Graph,
+    element_range,
+)
 from detent.onnx_model.targets import Container
 from detent.params import QuantParams
 from detent.spec import QuantSpec
 
 __all__ = [
+    "DynamicCodes",
     "Pair",
     "QdqParams",
     "QdqWriter",
     "dequantize_node",
     "gather",
+    "integer_matmul",
     "needs_clip",
     "quantize_node",
     "stored_codes",
@@ -192,6 +205,14 @@ class Pair(NamedTuple):
     dequantized: str
 
 
+class DynamicCodes(NamedTuple):
+    """Names of the outputs of a DynamicQuantizeLinear node."""
+
+    codes: str
+    scale: str
+    zero_point: str
+
+
 class QdqWriter:
     """Writer of Q/DQ nodes: adds their constants to a graph, and makes the nodes; the caller inserts the nodes.
 
@@ -256,6 +277,12 @@ class QdqWriter:
         y = self.graph.fresh(f"{stem}_dq")
         return self.dequantized((codes_name, scale_name, None), y, stem, qparams), y
 
+    def dynamic(self, x: str) -> tuple[NodeProto, DynamicCodes]:
+        """Make a DynamicQuantizeLinear node; return it and the names of its outputs."""
+        names = DynamicCodes(*(self.graph.fresh(f"{x}_{part}") for part in DynamicCodes._fields))
+        name = self.graph.fresh(f"{x}_{DYNAMIC_QUANTIZE}")
+        return helper.make_node(DYNAMIC_QUANTIZE, [x], list(names), name=name), names
+
     def switch(self, flag: str, nodes: Sequence[NodeProto], quantized: str, x: str) -> tuple[NodeProto, str]:
         """Make an If node: if ``flag`` is true, it runs ``nodes`` and outputs ``quantized``; otherwise it outputs x.
 
@@ -287,6 +314,36 @@ def _clip_bounds(qparams: QdqParams) -> tuple[Array, Array]:
         np.asarray((code - qparams.zero_point) * qparams.scale, np.float32) for code in (qparams.low, qparams.high)
     )
     return lo, hi
+
+
+def integer_matmul(
+    graph: Graph, node: NodeProto, x: DynamicCodes, weight: Names, qparams: QdqParams
+) -> list[NodeProto]:
+    """Make the nodes that replace a MatMul or Gemm whose input is quantized dynamically.
+
+    ``weight`` are the names of codes, scale and zero point, and ``qparams`` the parameters of the weight. The
+    MatMulInteger has the name of ``node``. Equal zero points are one scalar, and zero points of 0 are left out.
+    """
+    codes, scale, zero_points = weight
+    inputs, values = [x.codes, codes, x.zero_point], qparams.zero_point
+    if values.any():
+        is_equal = bool((values == values.flat[0]).all())
+        inputs.append(
+            graph.add_constant(f"{codes}_zero_point", values.flat[0], qparams.kind) if is_equal else zero_points
+        )
+    names = {part: graph.fresh(f"{node.name}_{part}") for part in ("sums", "sums_as_float", "scale")}
+    out, bias = node.output[0], node.input[2] if len(node.input) > 2 else ""
+    product = graph.fresh(f"{node.name}_product") if bias else out
+    nodes = [
+        helper.make_node(INTEGER_MATMUL, inputs, [names["sums"]], name=node.name),
+        helper.make_node("Cast", [names["sums"]], [names["sums_as_float"]], to=TensorProto.FLOAT),
+        helper.make_node("Mul", [x.scale, scale], [names["scale"]]),
+        helper.make_node("Mul", [names["sums_as_float"], names["scale"]], [product]),
+        *([helper.make_node("Add", [product, bias], [out])] if bias else []),
+    ]
+    for each in nodes[1:]:
+        each.name = graph.fresh(f"{each.output[0]}_{each.op_type}")
+    return nodes
 
 
 def gather(

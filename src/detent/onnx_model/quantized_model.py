@@ -19,7 +19,15 @@ from detent import ops
 from detent.errors import DetentError, FileFormatError, UnsupportedError
 from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.graph import describe
-from detent.onnx_model.qdq_reader import CodedInput, QuantizedGraph, QuantizeNode, Record, Unread, WeightCodes
+from detent.onnx_model.qdq_reader import (
+    CodedInput,
+    DynamicQuantizer,
+    QuantizedGraph,
+    QuantizeNode,
+    Record,
+    Unread,
+    WeightCodes,
+)
 from detent.onnx_model.qdq_writer import QdqParams
 from detent.tables import html_table, short_name, table_lines
 from detent.tensor import QuantizedTensor
@@ -79,6 +87,7 @@ class QuantizedModel:
         skipped: maps the name of each tensor or node that cannot be read to the reason.
         nodes: maps each operator to its number of nodes.
         float_nbytes: bytes of float constants that are not quantization parameters.
+        dynamic: DynamicQuantizeLinear nodes in graph order.
 
     >>> import onnx
     >>> model = onnx.parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y)
@@ -100,6 +109,7 @@ class QuantizedModel:
     skipped: Mapping[str, str]
     nodes: Mapping[str, int]
     float_nbytes: int
+    dynamic: tuple[DynamicQuantizer, ...] = ()
 
     @classmethod
     def of(cls, graph: QuantizedGraph) -> "QuantizedModel":
@@ -108,7 +118,7 @@ class QuantizedModel:
         for record in graph.records:
             view.add(record)
         parts = view.weights, view.biases, tuple(view.activations), view.readers, view.skipped
-        return cls(*parts, dict(graph.operators), graph.float_nbytes)
+        return cls(*parts, dict(graph.operators), graph.float_nbytes, tuple(view.dynamic))
 
     def __repr__(self) -> str:
         return f"<QuantizedModel {self.summary()._head()}>"
@@ -130,6 +140,7 @@ class QuantizedModel:
             SummaryRow(each.tensor, "activation", each.type.lower(), None, 0, self.readers.get(each.output, ()))
             for each in self.activations
         ]
+        rows += [SummaryRow(each.x, "activation", "uint8 dynamic", None, 0, each.readers) for each in self.dynamic]
         return Summary(tuple(rows), dict(self.nodes), dict(self.skipped), self.float_nbytes)
 
 
@@ -152,6 +163,7 @@ class _View:
     activations: list[ActivationQuantizer] = field(default_factory=list)
     readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    dynamic: list[DynamicQuantizer] = field(default_factory=list)
 
     def add(self, record: Record) -> None:
         if isinstance(record, Unread):
@@ -160,6 +172,9 @@ class _View:
             self._add_activation(record.name, record.name, record)
         elif isinstance(record, WeightCodes):
             self._add_weight(record)
+        elif isinstance(record, DynamicQuantizer):
+            self.dynamic.append(record)
+            self._add_readers(record.codes, record.readers)
         elif not record.is_constant:
             self._add_activation(record.x, record.codes, record)
 

@@ -143,7 +143,8 @@ def open_texts(files: DataFiles, listing: DataListing, inputs: Sequence[InputInf
         for batch in batches if numbers is None else (batches[number] for number in numbers):
             yield encoder.feed([texts[i] for i in batch])
 
-    limit = encoder.fixed_length or encoder.tokenizer.truncation["max_length"]
+    truncation = encoder.tokenizer.truncation or {}
+    limit = encoder.fixed_length or truncation.get("max_length", MAX_TOKENS)
     filled = ", ".join(f"{info.name} ({role})" for role, info in encoder.inputs.items())
     length = f"{limit} tokens each" if encoder.fixed_length else f"at most {limit} tokens"
     note = f"texts: {counted(len(texts), 'line', ',')}, {length}, filling {filled}{left_out(len(texts), batches)}"

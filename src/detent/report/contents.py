@@ -53,6 +53,7 @@ __all__ = ["BATCHES", "ReportInputs", "measure_report"]
 
 BATCHES = 8  # batches on which activations are measured
 PACKAGES = ("numpy", "onnx", "onnxruntime", "torch")  # packages whose versions a report lists
+DYNAMIC_NOTE = "input quantized dynamically, with the range of the current batch"
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,9 @@ def _layer(
     activation = None if layer.quantizer is None else activations.tensors.get(layer.quantizer.node)
     if activation is not None and line is not None and line.input:
         activation = replace(activation, spec=line.input)
+    note = "" if line is None else line.note
+    if layer.is_dynamic:
+        note = "; ".join(filter(None, (DYNAMIC_NOTE, note)))
     before, after = stored_nbytes(artifact, layer)
     return Layer(
         layer.name,
@@ -217,7 +221,7 @@ def _layer(
         status,
         kernel if layer.is_quantized else "",
         reason,
-        "" if line is None else line.note,
+        note,
         weights.tensors.get(layer.name),
         activation,
         activations.results.get(layer.output),

@@ -32,6 +32,12 @@ class FileLayer:
     quantizer: QuantizeNode | None = None  # QuantizeLinear node of the layer's input
     float_weight: str = ""
     reason: str = ""  # why the layer is in float, if known
+    result: str = ""  # float output of an integer matmul; "" for all other layers
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the layer's input is quantized dynamically."""
+        return self.weight is not None and self.weight.form == "integer"
 
     @property
     def is_quantized(self) -> bool:
@@ -41,7 +47,7 @@ class FileLayer:
     @property
     def output(self) -> str:
         """Name of the layer's output tensor, or "" if there is no output."""
-        return self.node.output[0] if self.node.output else ""
+        return self.result or (self.node.output[0] if self.node.output else "")
 
 
 def origin_of(artifact: QuantizedGraph) -> Origin:
@@ -67,7 +73,8 @@ class _Finder:
     def __init__(self, artifact: QuantizedGraph) -> None:
         self.graph = artifact.graph
         weights = [each for each in artifact.weights if not each.is_bias]
-        self.by_output = {each.node.output[0]: each for each in weights}
+        self.by_output = {each.node.output[0]: each for each in weights if each.form != "integer"}
+        self.by_node = {id(each.node): each for each in weights if each.form == "integer"}
         self.by_name = {each.name: each for each in weights}
         self.quantizers = {each.codes: each for each in artifact.quantize_nodes}
         provenance = artifact.provenance
@@ -81,16 +88,25 @@ class _Finder:
         layers = []
         for node in self.graph.nodes:
             table = self._table(node)
-            if id(node) not in float_layers and table is None:
+            integer = self.by_node.get(id(node))
+            if id(node) not in float_layers and table is None and integer is None:
                 continue
             line = float_layers.get(id(node))
-            weight = table or self._weight(node)
+            weight = table or integer or self._weight(node)
             quantizer = None if node.op_type == "Gather" else self._quantizer(node, weight)
             float_weight = line.weight if line is not None and weight is None else ""
             reason = "" if line is None or line.reason == QUANTIZED_ALREADY else line.reason
-            layers.append(FileLayer(self._name(node, weight), node, weight, quantizer, float_weight, reason))
+            result = "" if integer is None else self._float_result(node)
+            layers.append(FileLayer(self._name(node, weight), node, weight, quantizer, float_weight, reason, result))
         inner = [each for key, each in float_layers.items() if key not in main]
         return [*layers, *(FileLayer(each.name, each.node, reason=each.reason) for each in inner)]
+
+    def _float_result(self, matmul: NodeProto) -> str:
+        """Return the output of the Mul after an integer matmul, or of the Add of the bias that detent writes next."""
+        cast = self.graph.consumers(matmul.output[0])[0]
+        product: str = self.graph.consumers(cast.output[0])[0].output[0]
+        is_own = product.startswith(f"{node_name(matmul)}_product")
+        return str(self.graph.consumers(product)[0].output[0]) if is_own else product
 
     def _name(self, node: NodeProto, weight: WeightCodes | None) -> str:
         own = node_name(node)

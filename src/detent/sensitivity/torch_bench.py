@@ -20,7 +20,7 @@ from detent.rule import Rule
 from detent.sensitivity.bench import LayerGroup, OutputNoise, weight_nbytes
 from detent.sensitivity.layer_noise import FLOAT, Storage
 from detent.spec import QuantSpec
-from detent.torch.arrays import Arguments, arguments_of, call_with
+from detent.torch.arrays import Arguments, arguments_of, call_with, float_outputs
 from detent.torch.calibration import calibrating
 from detent.torch.model_plan import LayerPlan, ModelPlan, plan
 from detent.torch.preparation import plan_of, prepare, unprepare
@@ -96,7 +96,9 @@ class TorchLayerRunner:
         if not self.groups:
             raise UnsupportedError(f"no layer of the model can be measured:\n{model_plan}")
         self._prepared: tuple[str, list[FakeQuantize]] | None = None
-        self.names: Sequence[str] = [f"output {at}" for at in range(len(_floats(_run(self._model, self._calls[0]))))]
+        self.names: Sequence[str] = [
+            f"output {at}" for at in range(len(float_outputs(_run(self._model, self._calls[0]))))
+        ]
 
     def reference(self) -> Iterator[Sequence[Array]]:
         """Yield the float model's outputs of float type, batch by batch."""
@@ -138,7 +140,7 @@ class TorchLayerRunner:
 
     def _outputs(self) -> Iterator[Sequence[Array]]:
         for call in self._calls:
-            yield _floats(_run(self._model, call))
+            yield float_outputs(_run(self._model, call))
 
     def _prepare(self, option: str | None) -> list[FakeQuantize]:
         """Prepare the copy for the candidate ``option``, and return the copy's quantizers.
@@ -191,14 +193,6 @@ def _own_quantizers(module: nn.Module) -> list[FakeQuantize]:
 @torch.no_grad()
 def _run(model: nn.Module, call: Arguments) -> object:
     return call_with(model, call)
-
-
-def _floats(outputs: object) -> list[Array]:
-    """Return the float tensors in a model's outputs, in order."""
-    # Hugging Face models return mappings that are not dicts; pytree would treat them as leaves.
-    leaves = pytree.tree_leaves(list(outputs.values()) if isinstance(outputs, Mapping) else outputs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return [tensor.detach().to("cpu", torch.float32).numpy() for tensor in tensors]
 
 
 def _rule_per_layer(model_plan: ModelPlan, skipped: set[str]) -> Recipe:
@@ -271,7 +265,7 @@ def run_recipe(model: nn.Module, data: object, recipe: Recipe, samples: int) -> 
     """Prepare a copy of a module with a recipe, run the copy, and return the noise at the outputs."""
     copied = _copied(model)
     calls, _ = first_samples(data, samples)
-    floats = [_floats(_run(copied, call)) for call in calls]
+    floats = [float_outputs(_run(copied, call)) for call in calls]
     output_noise = OutputNoise([f"output {at}" for at in range(len(floats[0]))], floats)
     with _quantized(copied, recipe, calls):
-        return output_noise.noise(_floats(_run(copied, call)) for call in calls)
+        return output_noise.noise(float_outputs(_run(copied, call)) for call in calls)

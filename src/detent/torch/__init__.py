@@ -1,9 +1,10 @@
-"""PyTorch frontend: quantization-aware training of any module, bit-exact with the NumPy core.
+"""PyTorch frontend: quantization of any module, after or during training, bit-exact with the NumPy core.
 
 ::
 
     import detent.torch as qt
 
+    qt.quantize(model, data, "w8a8")                  PTQ in one call, in place; or QAT, step by step:
     print(qt.plan(model, "w8a8"))                     the plan, layer by layer
     qt.prepare(model, "w8a8")                         in place; parameters stay the same objects
     with qt.calibrating(model): run(model, data)      forward passes only record ranges
@@ -15,11 +16,13 @@
 from detent.torch.calibration import calibrating
 from detent.torch.diagnostics import HealthReport, QuantizerHealth, Watch, health, watch
 from detent.torch.distributed import sync
+from detent.torch.exported_program import program_to_onnx
 from detent.torch.layers import Quantizer, register_layer
 from detent.torch.model_plan import LayerPlan, ModelPlan, plan
 from detent.torch.onnx_export import export_onnx
 from detent.torch.operator import fake_quantize
 from detent.torch.preparation import freeze, prepare, quantized_state, unprepare
+from detent.torch.ptq import PtqReport, ptq_report, quantize
 from detent.torch.quantizer import FakeQuantize
 from detent.torch.schedule import Schedule
 
@@ -28,6 +31,7 @@ __all__ = [
     "HealthReport",
     "LayerPlan",
     "ModelPlan",
+    "PtqReport",
     "Quantizer",
     "QuantizerHealth",
     "Schedule",
@@ -39,6 +43,9 @@ __all__ = [
     "health",
     "plan",
     "prepare",
+    "program_to_onnx",
+    "ptq_report",
+    "quantize",
     "quantized_state",
     "register_layer",
     "sync",

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 from detent.checks import FLOATS, compute_type
 from detent.errors import DtypeError
@@ -39,6 +40,7 @@ __all__ = [
     "check_float",
     "find_runtime",
     "fingerprint",
+    "float_outputs",
     "full_tensor",
     "is_distributed",
     "is_plain",
@@ -242,6 +244,14 @@ def call_with(module: torch.nn.Module, batch: object) -> Any:
     """Call a module with a batch, which is a tensor, a tuple or list of all arguments, or a dict of arguments."""
     args, kwargs = arguments_of(batch)
     return module(*args, **kwargs)
+
+
+def float_outputs(outputs: object) -> list[NDArray[Any]]:
+    """Return the float tensors in the outputs of a model, in order, as float32 arrays."""
+    # Hugging Face models return mappings that are not dicts; pytree would treat them as leaves.
+    leaves = pytree.tree_leaves(list(outputs.values()) if isinstance(outputs, Mapping) else outputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [tensor.detach().to("cpu", torch.float32).numpy() for tensor in tensors]
 
 
 _HAS_DISTRIBUTED = torch.distributed.is_available()

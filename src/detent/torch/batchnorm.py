@@ -33,7 +33,7 @@ from detent.torch import traced_namespace as xp
 from detent.torch.arrays import fingerprint, full_tensor, on_cpu, scale_dtype, to_array, to_tensor
 from detent.torch.recomputation import is_recomputing
 
-__all__ = ["Fold", "QuantizedNorm", "find_folds", "unfused_weight"]
+__all__ = ["Fold", "QuantizedNorm", "find_folds", "traced_graphs", "unfused_weight"]
 
 
 def unfused_weight(
@@ -182,14 +182,20 @@ def _pairs_in_order(model: nn.Module) -> dict[str, str]:
 
 
 def _traced_pairs(model: nn.Module) -> dict[str, str]:
-    """Return the (layer, batch norm) pairs that occur both in training mode and in evaluation mode.
+    """Return the (layer, batch norm) pairs that occur both in training mode and in evaluation mode."""
+    training, evaluation = map(_pairs_of, traced_graphs(model))
+    return dict(training.items() & evaluation.items())
 
-    The trace runs on a copy of the model, which shares the model's parameters.
+
+def traced_graphs(model: nn.Module) -> tuple[fx.Graph, fx.Graph]:
+    """Trace a model symbolically, in training mode and in evaluation mode.
+
+    The trace runs on a copy of the model, which shares the model's parameters. It raises whatever the model raises.
     """
     copy = deepcopy(model, {id(each): each for each in model.parameters()})
     with torch.random.fork_rng(devices=[]):
-        training, evaluation = (_pairs_of(fx.Tracer().trace(copy.train(mode))) for mode in (True, False))
-    return dict(training.items() & evaluation.items())
+        training, evaluation = (fx.Tracer().trace(copy.train(mode)) for mode in (True, False))
+    return training, evaluation
 
 
 def _pairs_of(graph: fx.Graph) -> dict[str, str]:

@@ -4,8 +4,9 @@ Activation quantizers observe the calibration batches. Weight quantizers use the
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from detent.torch.distributed import merge_observers, without_collectives
 from detent.torch.preparation import evaluating, is_frozen, plan_of, quantizers_of, weight_layers
 from detent.torch.quantizer import FakeQuantize
 
-__all__ = ["calibrating", "initialize_weights"]
+__all__ = ["calibrating", "initialize_weights", "observer_spec_for", "passing", "warn_unseen"]
 
 MINMAX_BITS = 8  # with this many bits or more, the default is the min-max range; with fewer, clipping reduces the error
 MAX_NAMES_SHOWN = 5
@@ -62,18 +63,13 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
     observers = {
         name: None
         if quantizer in weights or isinstance(quantizer.mode, PerBatch)
-        else _observer_spec_for(quantizer, default).make(quantizer.spec.granularity)
+        else observer_spec_for(quantizer, default).make(quantizer.spec.granularity)
         for name, quantizer in quantizers.items()
     }
-    for name, quantizer in quantizers.items():
-        quantizer.start_calibration(observers[name])
-    try:
-        with torch.no_grad(), evaluating(model), without_collectives(model):
+    with passing(model, observers):
+        with without_collectives(model):
             yield model
         merged = merge_observers({name: each for name, each in observers.items() if each is not None}, model)
-    finally:
-        for quantizer in quantizers.values():
-            quantizer.stop_calibration()
     unseen = []
     for name, merged_observer in merged.items():
         if merged_observer.count:
@@ -81,27 +77,49 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
         elif quantizers[name].enabled and not quantizers[name].is_initialized:
             unseen.append(name)
     initialize_weights(model, default)
-    if unseen:
-        shown = ", ".join(unseen[:MAX_NAMES_SHOWN]) + (", ..." if len(unseen) > MAX_NAMES_SHOWN else "")
+    warn_unseen(unseen, stacklevel=4)
+
+
+def warn_unseen(names: Sequence[str], stacklevel: int) -> None:
+    """Warn of quantizers that calibration data did not reach."""
+    if names:
+        shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (", ..." if len(names) > MAX_NAMES_SHOWN else "")
         warnings.warn(
-            f"no calibration data reached {counted(len(unseen), 'quantizer')}: {shown}. In evaluation, a quantizer "
+            f"no calibration data reached {counted(len(names), 'quantizer')}: {shown}. In evaluation, a quantizer "
             "without parameters raises an error: calibrate with batches that reach every quantizer",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 
-def _observer_spec_for(quantizer: FakeQuantize, default: ObserverSpec | None) -> ObserverSpec:
+@contextmanager
+def passing(model: nn.Module, observers: Mapping[str, Observer | None] = MappingProxyType({})) -> Iterator[None]:
+    """Let data pass all quantizers unchanged, in evaluation mode and without gradients; observers observe the data."""
+    quantizers = quantizers_of(model)
+    for name, quantizer in quantizers.items():
+        quantizer.start_calibration(observers.get(name))
+    try:
+        with torch.no_grad(), evaluating(model):
+            yield
+    finally:
+        for quantizer in quantizers.values():
+            quantizer.stop_calibration()
+
+
+def observer_spec_for(quantizer: FakeQuantize, default: ObserverSpec | None) -> ObserverSpec:
+    """Return the observer of a quantizer: that of its rule, otherwise the default, otherwise one for its bit width."""
     by_bits = "minmax" if quantizer.spec.bits >= MINMAX_BITS else "mse"
     return quantizer.observer or default or get_observer_spec(by_bits)
 
 
 @torch.no_grad()
-def initialize_weights(model: nn.Module, observer: ObserverSpec | None = None) -> None:
-    """Set the parameters of every weight quantizer from the current weight."""
+def initialize_weights(
+    model: nn.Module, observer: ObserverSpec | None = None, layers: Collection[nn.Module] | None = None
+) -> None:
+    """Set the parameters of weight quantizers from the current weights, in some layers, or in all if it is None."""
     for _, layer, name, quantizer in weight_layers(model):
-        if not quantizer.enabled:
+        if not quantizer.enabled or (layers is not None and layer not in layers):
             continue
         is_dynamic = isinstance(quantizer.mode, PerBatch)
-        chosen = get_observer_spec("minmax") if is_dynamic else _observer_spec_for(quantizer, observer)
+        chosen = get_observer_spec("minmax") if is_dynamic else observer_spec_for(quantizer, observer)
         weight = to_array(on_cpu(layer.float_weight(name)))
         quantizer.set_params(chosen.params_of(weight, quantizer.spec))

@@ -158,7 +158,8 @@ class Lowering:
         if isinstance(quantizer.mode, PerBatch):
             raise UnsupportedError(
                 f"{key} has mode PerBatch, but ONNX's DynamicQuantizeLinear would compute different scales: use mode "
-                "EMA, Fixed or Learned for activations"
+                "EMA, Fixed or Learned for activations, or quantize the float model's ONNX file by qo.quantize with "
+                "recipe 'w8a8-dynamic'"
             )
         if not isinstance(spec.granularity, PerTensor | PerAxis):
             raise UnsupportedError(

@@ -32,7 +32,16 @@ from detent.torch.preparation import plan_of
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["export_onnx", "exported_model", "run_exporter"]
+__all__ = [
+    "FIRST_OPSET",
+    "LAST_OPSET",
+    "export_onnx",
+    "exported_model",
+    "exporter_error",
+    "quiet_exporter",
+    "require_packages",
+    "run_exporter",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +98,7 @@ def export_onnx(
     ...     [node.op_type for node in load(path).graph.node]
     ['DequantizeLinear', 'Gemm']
     """
-    _require_packages()
+    require_packages("export_onnx")
     from detent import onnx_model  # noqa: PLC0415 - imports onnx, which only an export needs
     from detent.onnx_model import sessions  # noqa: PLC0415
 
@@ -145,14 +154,15 @@ def exported_model(
     return lowered
 
 
-def _require_packages() -> None:
+def require_packages(function: str) -> None:
+    """Raise UnsupportedError if a package that a function needs is missing or too old."""
     for name in REQUIRED_PACKAGES:
         try:
             import_module(name)
         except ImportError as error:
-            raise UnsupportedError(f"export_onnx needs {name}, which is not installed: {install_hint(name)}") from error
+            raise UnsupportedError(f"{function} needs {name}, which is not installed: {install_hint(name)}") from error
     if not hasattr(torch.onnx, "ops"):
-        raise UnsupportedError(f"got torch {torch.__version__}, but export_onnx needs 2.8 or later: upgrade torch")
+        raise UnsupportedError(f"got torch {torch.__version__}, but {function} needs 2.8 or later: upgrade torch")
 
 
 def _checked_path(path: str | PathLike[str]) -> Path:
@@ -219,11 +229,11 @@ def _exported(
         model, ranges = run_exporter(marked.model, example, opset, shapes, outputs)
     except Exception as error:
         if dynamic_shapes is not None:
-            raise _exporter_error(marked.model, error) from error
+            raise exporter_error(marked.model, error) from error
         try:
             model, ranges = run_exporter(marked.model, example, opset, None, outputs)
         except Exception:  # noqa: BLE001 - models may raise anything; raise the first error instead
-            raise _exporter_error(marked.model, error) from error
+            raise exporter_error(marked.model, error) from error
     if dynamic_shapes is None:
         _warn_of_limits(model, ranges)
     return model
@@ -241,7 +251,7 @@ def run_exporter(
 ) -> "tuple[ModelProto, Ranges]":
     """Run torch's exporter without its warnings; return the graph and the ranges of its symbolic sizes."""
     args, kwargs = example
-    with _quiet_exporter(), _recurrent_loops(shapes), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with quiet_exporter(), _recurrent_loops(shapes), torch.random.fork_rng(devices=[]), torch.no_grad():
         program = torch.onnx.export(
             model,
             args,
@@ -291,7 +301,7 @@ def _warn_of_limits(model: "ModelProto", ranges: Ranges) -> None:
         warnings.warn(f"{', '.join(limits)}, {reason}", stacklevel=4)
 
 
-def _exporter_error(model: nn.Module, error: Exception) -> UnsupportedError:
+def exporter_error(model: nn.Module, error: Exception) -> UnsupportedError:
     """Make an error from the first line of the exporter's message and the names of recurrent layers."""
     cause: BaseException = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
@@ -330,7 +340,7 @@ def _recurrent_loops(shapes: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_exporter() -> Iterator[None]:
+def quiet_exporter() -> Iterator[None]:
     """Silence the exporter's warnings about its own code."""
     levels = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir"))}
     for logger in levels:

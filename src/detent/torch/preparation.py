@@ -31,6 +31,7 @@ __all__ = [
     "is_frozen",
     "plan_of",
     "prepare",
+    "prepared_state",
     "quantized_state",
     "quantizers_of",
     "unprepare",
@@ -52,6 +53,7 @@ class _Prepared:
     hooks: list[Any]
     nested: list[nn.TransformerEncoder]  # encoders whose use_nested_tensor was True before
     frozen: bool = False
+    report: object | None = None  # the PtqReport of a model from qt.quantize
 
 
 def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -> nn.Module:
@@ -328,6 +330,12 @@ def _roots(model: nn.Module) -> list[_Prepared]:
     """Return the states of all prepared models inside this module, which may be a trainer's wrapper."""
     plans = (vars(module).get(_PLAN) for module in model.modules())
     return [each for each in plans if isinstance(each, _Prepared)]
+
+
+def prepared_state(model: nn.Module) -> _Prepared:
+    """Return the state of a prepared model; raise StateError if the model is not prepared."""
+    plan_of(model)
+    return _roots(model)[0]
 
 
 def is_frozen(model: nn.Module) -> bool:

@@ -8,7 +8,7 @@
 - no code exceeds the limit of the target.
 
 ``ActivationCheck`` quantizes the input of each QuantizeLinear node with the *source's* parameters and compares the
-codes.
+codes. It also quantizes the input of each DynamicQuantizeLinear node, and compares codes, scale and zero point.
 
 A code counts as wrong if its integer, its scale or its zero point is wrong. So if the only scale of a node is wrong,
 all its codes count as wrong. ``Tally`` counts the codes and keeps the first mismatch.
@@ -16,7 +16,7 @@ all its codes count as wrong. ``Tally`` counts the codes and keeps the first mis
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,11 +28,12 @@ from detent.errors import DetentError, FileFormatError
 from detent.granularity import PerAxis, PerGroup
 from detent.onnx_model import TARGETS, QdqParams, get_target, make_session
 from detent.onnx_model.graph import attribute_of, element_range, is_depthwise
-from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
+from detent.onnx_model.qdq_reader import DynamicQuantizer, QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import Reading, ort_errors
 from detent.ops import dequantize, quantize
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
+from detent.verification.dynamic_quantizer import compare_dynamic
 from detent.verification.source import Source
 from detent.verification.tally import Tally
 
@@ -248,8 +249,16 @@ class ActivationCheck:
         self.notes: dict[str, None] = {}  # notes on quantizers that the source does not have
 
     def readings(self) -> list[Reading]:
-        """Return one reading per QuantizeLinear node: its input and its codes."""
-        return [self._reading(quantizer) for quantizer in self._artifact.quantize_nodes]
+        """Return one reading per QuantizeLinear or DynamicQuantizeLinear node: its input and its outputs."""
+        dynamic = (
+            Reading((each.x, each.codes, each.scale, each.zero_point), partial(self._take_dynamic, each))
+            for each in self._artifact.dynamic_quantizers
+        )
+        return [*(self._reading(quantizer) for quantizer in self._artifact.quantize_nodes), *dynamic]
+
+    def _take_dynamic(self, quantizer: DynamicQuantizer, arrays: Mapping[str, Array]) -> None:
+        got = arrays[quantizer.codes], arrays[quantizer.scale], arrays[quantizer.zero_point]
+        compare_dynamic(self._tally, quantizer, arrays[quantizer.x], got)
 
     def _reading(self, quantizer: QuantizeNode) -> Reading:
         expected = self._source.expected(quantizer)
@@ -491,7 +500,8 @@ def _check_limit(artifact: QuantizedGraph, weight: WeightCodes, tally: Tally) ->
     limit = get_target(target).limit if target else None
     if limit is None or weight.qparams.kind != TensorProto.INT8:
         return
-    if not any(_adds_products(artifact, each) for each in artifact.graph.consumers(weight.node.output[0])):
+    readers = artifact.graph.consumers(weight.node.output[0])
+    if weight.form != "integer" and not any(_adds_products(artifact, each) for each in readers):
         return
     codes = weight.codes.astype(np.int64)
     wrong = np.abs(codes) > limit

@@ -244,6 +244,7 @@ def decided(decisions: Decisions, corrections: Mapping[str, Correction]) -> tupl
             " with zero point",
             f"scales from {min(scales):.3g} to {max(scales):.3g}" if scales else "",
         ),
+        (sum(each.dynamic_input is not None for each in quantized), "layer", " with dynamic quantization", ""),
         (len(in_float), "layer", " kept in float", _listed(in_float)),
         (len(decisions.equalized), "equalized tensor", "", _listed([each.tensor for each in decisions.equalized])),
         (len(decisions.smoothed), "smoothed tensor", "", _listed([each.tensor for each in decisions.smoothed])),

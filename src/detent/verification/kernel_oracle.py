@@ -5,7 +5,8 @@ Expected results, for any number of summands::
     sum = sum_k (x_k - z_x) (w_k - z_w) + b
     y   = clamp(round_half_even(fl(sum) * m) + z_y)         m = fl(fl(s_x * s_w) / s_y)
 
-x, w and y are codes, z are zero points, s are scales, and b is the int32 bias; fl rounds to float32.
+x, w and y are codes, z are zero points, s are scales, and b is the int32 bias; fl rounds to float32. If the input is
+quantized dynamically, the output is float, and so is the bias: ``y = fl(fl(sum) * fl(s_x * s_w)) + b``.
 
 Sums are computed in floating point. They are exact in any accumulation order if they are at most 2**24 (float32) or
 2**53 (float64). Usually float32 is enough, and ONNX Runtime's float convolution is used. Otherwise a convolution is
@@ -29,7 +30,10 @@ from detent.checks import first_index
 from detent.errors import UnsupportedError
 from detent.onnx_model.graph import CODE_OPERATORS
 from detent.onnx_model.sessions import Reading, make_session, ort_errors
+from detent.ops import quantize
+from detent.params import QuantParams
 from detent.tables import counted
+from detent.verification.dynamic_quantizer import dynamic_params
 from detent.verification.verify_report import Difference, Kernel
 
 __all__ = [
@@ -38,6 +42,7 @@ __all__ = [
     "Prediction",
     "compare_kernel",
     "conv_sums",
+    "dynamic_matmul",
     "is_integer_kernel",
     "matmul_sums",
     "requantize",
@@ -281,9 +286,44 @@ def _conv_integer(inputs: Inputs, attributes: Attributes) -> Prediction:
     return Prediction(sums.astype(np.int32), axis=1)
 
 
+def dynamic_matmul(x: tuple[Array, Array, Array], weight: Array, params: QuantParams, bias: Array | None) -> Array:
+    """Compute the output of a layer whose input is quantized dynamically, as the file computes it.
+
+    ``x`` are the input's codes, scale and zero point. ``weight`` are the weight's codes, with the parameters
+    ``params``.
+    """
+    codes, scale, zero = x
+    sums = matmul_sums(_shifted(codes, zero), _shifted(weight, params.zero_point, 1)).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # float32 overflows here as in ONNX Runtime
+        values = np.asarray(sums * (_flat(scale) * _flat(params.scale)))
+        return values if bias is None else np.asarray(values + bias)
+
+
+def _dynamic_codes(x: Array | None) -> tuple[Array, QuantParams]:
+    (x,) = _present(x)
+    params = dynamic_params(x)
+    if params is None:
+        raise UnsupportedError("the range of its input is infinite or close to 0")
+    return quantize(x, params, nan="qmin").codes, params
+
+
+def _dynamic_quantize(inputs: Inputs, _: Attributes) -> Prediction:
+    return Prediction(_dynamic_codes(inputs[0])[0])
+
+
+def _dynamic_quantize_matmul(inputs: Inputs, _: Attributes) -> Prediction:
+    a, b, b_scale, b_zero, bias = (*inputs, None, None)[:5]
+    (b,) = _present(b)
+    codes, params = _dynamic_codes(a)
+    sums = matmul_sums(_shifted(codes, params.zero_point), _shifted(b, b_zero))
+    return _floats(sums, _flat(params.scale) * _flat(b_scale), bias)
+
+
 ORACLES: Mapping[str, Callable[[Inputs, Attributes], Prediction]] = MappingProxyType(
     {
         "ConvInteger": _conv_integer,
+        "DynamicQuantizeLinear": _dynamic_quantize,
+        "DynamicQuantizeMatMul": _dynamic_quantize_matmul,
         "MatMulInteger": _matmul_integer,
         "MatMulIntegerToFloat": _matmul_to_float,
         "QGemm": _qgemm,

@@ -20,6 +20,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain, zip_longest
 from os import PathLike
 from typing import Any
@@ -192,12 +193,21 @@ class _Verification:
             written.keep = set() if segments is None else {node for node, _ in segments.readers}
             self.end_to_end["unoptimized"] = written
             by_level.append(written.readings())
+            by_level.append([] if segments is None else self._dynamic_readings())
         # Readings of the same quantizer are adjacent, because they share tensors.
         readings = [each for readings in zip_longest(*by_level) for each in readings if each is not None]
         probes = [Probe(self.artifact.model, readings, kinds=self.artifact.kinds)] if readings else []
         if {2, 3} & set(self.levels):
             probes.append(self._optimized_probe(written, probes[0] if probes else None))
         return probes
+
+    def _dynamic_readings(self) -> list[Reading]:
+        """Return readings of dynamically quantized tensors, whose codes, scales and zero points the segments use."""
+        names = [(each.codes, each.scale, each.zero_point) for each in self.artifact.dynamic_quantizers]
+        return [Reading(tensors, partial(self._take_dynamic, tensors)) for tensors in names]
+
+    def _take_dynamic(self, tensors: tuple[str, ...], arrays: Mapping[str, Array]) -> None:
+        self.batch.codes.update({name: arrays[name] for name in tensors})
 
     def _optimized_probe(self, written: GraphCheck | None, written_probe: Probe | None) -> Probe:
         model = self.optimized.result()

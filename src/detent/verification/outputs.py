@@ -97,7 +97,8 @@ class CurrentBatch:
 
     Attributes:
         reference: outputs and codes of the source.
-        codes: maps the name of each QuantizeLinear node to its codes in the file as written.
+        codes: maps the name of each QuantizeLinear node to its codes in the file as written, and the name of each
+            output of a DynamicQuantizeLinear node to its values.
         outputs: outputs of the file as written.
     """
 

@@ -12,10 +12,15 @@ Here, the source is the float model after batch norm folding, equalization and S
 weights and biases. Nodes after a quantizer read the file's own codes, dequantized by detent. So an error stays in its
 segment, and segments are independent. All segments form one model, whose outputs are the inputs of the quantizers. Both
 models run node by node with the same kernels, so codes and outputs must be bit-exact.
+
+A layer whose input is quantized dynamically is an integer matmul in the file. detent computes its output from the
+file's codes, scale and zero point of the input, in exact arithmetic (``kernel_oracle``). Nodes after the layer read
+this output. detent quantizes the input of the layer, too, and compares codes, scale and zero point.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,13 +32,15 @@ from detent.onnx.decisions import Decisions, QuantizerPlacement
 from detent.onnx.quantized_graph import bias_codes, bias_scale, readers_of, stays_float
 from detent.onnx_model.graph import Graph, node_name, reads
 from detent.onnx_model.layers import layers_of
-from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
+from detent.onnx_model.qdq_reader import DynamicQuantizer, QuantizedGraph, QuantizeNode
 from detent.onnx_model.qdq_writer import QdqParams
 from detent.onnx_model.sessions import PROBE_BUDGET, make_session, ort_errors
 from detent.onnx_model.targets import Container
-from detent.ops import dequantize, fake_quantize
+from detent.ops import dequantize, fake_quantize, quantize
 from detent.params import QuantParams
 from detent.verification.codes import compare_codes, shift_of
+from detent.verification.dynamic_quantizer import compare_dynamic
+from detent.verification.kernel_oracle import dynamic_matmul
 from detent.verification.tally import Tally
 from detent.verification.verify_report import Segments, element
 
@@ -72,6 +79,30 @@ class _QuantizedTensor:
         return dequantize(codes, stored)
 
 
+@dataclass(frozen=True)
+class _DynamicLayer:
+    """A layer whose input the file quantizes dynamically.
+
+    Attributes:
+        quantizer: DynamicQuantizeLinear node of the file.
+        weight: codes of the weight, computed from the source.
+        params: parameters of the weight from the file's decisions.
+        bias: float bias, or None.
+    """
+
+    quantizer: DynamicQuantizer
+    weight: Array
+    params: QuantParams
+    bias: Array | None
+
+    def output(self, codes: Mapping[str, Array]) -> Array:
+        return dynamic_matmul(_outputs_of(self.quantizer, codes), self.weight, self.params, self.bias)
+
+
+def _outputs_of(quantizer: DynamicQuantizer, codes: Mapping[str, Array]) -> tuple[Array, Array, Array]:
+    return codes[quantizer.codes], codes[quantizer.scale], codes[quantizer.zero_point]
+
+
 class SegmentCheck:
     """Comparison of the segments of an ONNX source with a file; ``float_graph`` is modified."""
 
@@ -86,6 +117,9 @@ class SegmentCheck:
         self._arrays: dict[str, Array] = {}  # maps names of inputs to weights and biases
         self._tensors: dict[str, _QuantizedTensor] = {}
         self._quantized_outputs: set[str] = set()
+        self._dynamic_inputs: dict[str, DynamicQuantizer] = {}  # by the name of the quantized tensor
+        self._dynamic_layers: dict[str, _DynamicLayer] = {}  # by the name of the input that replaces the layer's output
+        self._dynamic_outputs: dict[str, _DynamicLayer] = {}  # by the name of the model's output
         self._by_tensor = self._quantizers()
         self._outputs = list(self._graph.outputs)
         self.differing_outputs: list[str] = []
@@ -99,6 +133,7 @@ class SegmentCheck:
             while source_of.get(quantized):
                 quantized = source_of[quantized]
             self._cut(placement, params[placement.tensor], self._by_tensor.get(quantized))
+        self._cut_dynamic(decisions)
         self._graph.drop_unread()
         self._model = self._graph.finish()
         self._sessions: list[tuple[Any, list[str]]] | None = None
@@ -124,7 +159,7 @@ class SegmentCheck:
         graph, layers = self._graph, {layer.name: layer for layer in layers_of(self._graph)}
         nodes = {node_name(node): node for node in graph.nodes}
         for line in decisions.layers:
-            if not line.is_quantized:
+            if not line.is_quantized or line.dynamic_input is not None:
                 continue
             layer, node = layers[line.name], nodes[line.name]
             weight = fake_quantize(graph.array(layer.weight), line.weight_params)
@@ -162,6 +197,31 @@ class SegmentCheck:
         shift, is_scaled = shift_of(params, quantizer.qparams.kind), bool(placement.source_tensor)
         self._tensors[tensor] = _QuantizedTensor(tensor, quantizer, params, shift, replacement, is_scaled)
 
+    def _cut_dynamic(self, decisions: Decisions) -> None:
+        """Replace the output of each layer with a dynamically quantized input by an input of the model."""
+        graph, layers = self._graph, {layer.name: layer for layer in layers_of(self._graph)}
+        provenance = self._artifact.provenance
+        names = {} if provenance is None else provenance.activations
+        quantizers = {names.get(each.node): each for each in self._artifact.dynamic_quantizers}
+        for line in decisions.layers:
+            if line.dynamic_input is None:
+                continue
+            layer = layers[line.name]
+            quantizer, output = quantizers.get(layer.data), layer.node.output[0]
+            if quantizer is None:
+                self._tally.count(0, 1)
+                self._tally.note("missing quantizer", layer.data, layer.data, (), "DynamicQuantizeLinear", None)
+                continue
+            bias = graph.array(layer.bias) if layer.bias in graph.constants else None
+            codes = quantize(graph.array(layer.weight), line.weight_params).codes
+            dynamic = _DynamicLayer(quantizer, codes, line.weight_params, bias if line.bias is None else line.bias)
+            self._dynamic_inputs[layer.node.input[0]] = quantizer
+            replacement = self._input(f"{output}_fed")
+            self._dynamic_layers[replacement] = dynamic
+            graph.redirect(output, replacement, graph.consumers(output))
+            if output in graph.outputs:
+                self._dynamic_outputs[output] = dynamic
+
     def result(self) -> Segments:
         """Return the result over all batches."""
         tally = self._tally
@@ -174,20 +234,12 @@ class SegmentCheck:
         return tuple(dict.fromkeys((each.quantizer.node, each.quantizer.codes) for each in self._tensors.values()))
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
-        """Run the segments on a batch; compare the results with the file's ``codes`` (by node name) and ``outputs``."""
+        """Run the segments on a batch; compare the results with the file's ``codes`` and ``outputs``."""
         if self._sessions is None:
             self._sessions = list(self._grouped({name: array.size for name, array in codes.items()}))
         expected = dict(zip(self._outputs, outputs, strict=True))
-        by_replacement = {each.replacement: each for each in self._tensors.values()}
         for session, names in self._sessions:
-            inputs: dict[str, Array] = {}
-            for value in session.get_inputs():
-                name = value.name
-                tensor = by_replacement.get(name)
-                if tensor is not None:
-                    inputs[name] = tensor.dequantized(codes[tensor.quantizer.node])
-                else:
-                    inputs[name] = self._arrays[name] if name in self._arrays else feeds[name]
+            inputs = self._inputs([value.name for value in session.get_inputs()], feeds, codes)
             with ort_errors():
                 values = dict(zip(names, session.run(names, inputs), strict=True))
             for name in names:
@@ -196,10 +248,35 @@ class SegmentCheck:
                 if name in self._quantized_outputs:
                     tensor = self._tensors[name]
                     values[name] = tensor.dequantized(codes[tensor.quantizer.node])
+                if name in self._dynamic_inputs:
+                    self._compare_dynamic(name, values[name], codes)
                 if name in expected:
                     self._compare_output(name, values[name], expected[name])
         for name in self._tensors.keys() & feeds.keys():  # inputs of the model
             self._compare(self._tensors[name], feeds[name], codes)
+        for name in self._dynamic_inputs.keys() & feeds.keys():
+            self._compare_dynamic(name, feeds[name], codes)
+        for name, layer in self._dynamic_outputs.items():
+            self._compare_output(name, layer.output(codes), expected[name])
+
+    def _inputs(self, names: Sequence[str], feeds: Mapping[str, Array], codes: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the inputs of a session: dequantized codes, outputs of integer matmuls, weights, and the batch."""
+        by_replacement = {each.replacement: each for each in self._tensors.values()}
+        inputs: dict[str, Array] = {}
+        for name in names:
+            tensor = by_replacement.get(name)
+            if tensor is not None:
+                inputs[name] = tensor.dequantized(codes[tensor.quantizer.node])
+            elif name in self._dynamic_layers:
+                inputs[name] = self._dynamic_layers[name].output(codes)
+            else:
+                inputs[name] = self._arrays[name] if name in self._arrays else feeds[name]
+        return inputs
+
+    def _compare_dynamic(self, name: str, x: Array, codes: Mapping[str, Array]) -> None:
+        quantizer = self._dynamic_inputs[name]
+        cause = partial(self._wrong_code, name)
+        compare_dynamic(self._tally, quantizer, x, _outputs_of(quantizer, codes), cause)
 
     def _compare(self, tensor: _QuantizedTensor, x: Array, codes: Mapping[str, Array]) -> None:
         compare_codes(
@@ -209,8 +286,11 @@ class SegmentCheck:
             codes[tensor.quantizer.node],
             tensor.params,
             tensor.shift,
-            lambda: f"wrong code in the segment {self._segment_text(tensor.tensor)}",
+            partial(self._wrong_code, tensor.tensor),
         )
+
+    def _wrong_code(self, tensor: str) -> str:
+        return f"wrong code in the segment {self._segment_text(tensor)}"
 
     def _segment_text(self, tensor: str) -> str:
         """List the nodes of the segment that computes a tensor, last node first."""
@@ -263,8 +343,12 @@ class SegmentCheck:
         """
         quantized = [name for name, each in self._tensors.items() if not each.is_scaled]
         computed = [name for name in quantized if self._graph.producer(name) is not None]
-        computed += [name for name in self._outputs if name not in quantized]
+        dynamic = [name for name in self._dynamic_inputs if self._graph.producer(name) is not None]
+        computed = list(dict.fromkeys([*computed, *dynamic]))
+        others = {*computed, *quantized, *self._dynamic_outputs}
+        computed += [name for name in self._outputs if name not in others]
         size_of = {name: sizes[each.quantizer.node] for name, each in self._tensors.items()}
+        size_of |= {name: sizes[each.codes] for name, each in self._dynamic_inputs.items()}
         replaced = {each.replacement: name for name, each in self._tensors.items()}
         total = 2 * FLOAT_NBYTES * sum(size_of.values())
         if total <= self._budget:

@@ -60,7 +60,11 @@ class SourceSegments(Protocol):
         ...
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
-        """Run the segments on a batch; compare the results with the file's ``codes`` (by node name) and ``outputs``."""
+        """Run the segments on a batch; compare the results with the file's ``codes`` and ``outputs``.
+
+        ``codes`` has the codes of QuantizeLinear nodes by node name, and the outputs of DynamicQuantizeLinear nodes by
+        tensor name.
+        """
         ...
 
     def result(self) -> Segments:
