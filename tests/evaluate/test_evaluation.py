@@ -207,6 +207,8 @@ def test_other_measures_are_named(done):
     evaluation = replace(done[0], accuracy=Accuracy({}, None, 3, scores=scores))
     assert ("IoU of mask", "0.9871") in evaluation.facts()
     assert ("relative error of boxes", "0.0123") in evaluation.facts()
+    with_sqnr = replace(done[0], accuracy=Accuracy({"boxes": 38.2}, None, 3, scores=scores))
+    assert "relative error" not in str(with_sqnr), "the SQNR says the same"
     assert evaluation.to_dict()["score_by_output"]["mask"] == {"measure": "IoU", "value": 0.9871}
 
 

@@ -40,7 +40,7 @@ from detent.onnx_model.batches import Batches, BatchSource, open_batches, sample
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.model_inputs import Feed
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
-from detent.output_measures import OutputScore
+from detent.output_measures import RELATIVE_ERROR, OutputScore
 from detent.tables import counted
 
 __all__ = ["Accuracy", "Split", "check_metric", "check_supports_agreement", "measure_accuracy", "split_batches"]
@@ -218,8 +218,17 @@ class Accuracy:
 
     @property
     def labeled_scores(self) -> list[tuple[str, str]]:
-        """Pairs of label and text for the measures of all outputs, without the first one if it is ``agreement``."""
-        shown = list(self.scores.items())[1 if self.agreement is not None else 0 :]
+        """Pairs of label and text for the measures of outputs.
+
+        The first output is left out if its measure is ``agreement``. Relative errors are left out if the SQNR is
+        measured, because it says the same.
+        """
+        others = list(self.scores.items())[1 if self.agreement is not None else 0 :]
+        shown = [
+            (name, score)
+            for name, score in others
+            if score.measure != RELATIVE_ERROR.name or name not in self.outputs_sqnr_db
+        ]
         names = {name: f" of {name}" if len(self.scores) > 1 else "" for name in self.scores}
         return [(f"{score.measure}{names[name]}", str(score)) for name, score in shown]
 
