@@ -16,7 +16,6 @@ PASSES = {
     "load_model": "loading",
     "to_normal_form": "preparing the model",
     "plan": "planning",
-    "rewrite": "evaluating bias correction",
     "compare_outputs": "comparing outputs",
     "save": "writing",
 }
@@ -30,6 +29,7 @@ ACCURACY_PASSES = {
     "choose_float": "float fallback",
     "corrected_biases": "bias correction",
     "layer_decisions": "choosing weight scales",
+    "rewrite": "evaluating bias correction",
 }
 
 
