@@ -179,3 +179,32 @@ def test_drops():
 
 def test_labels_are_split_by_batch():
     assert [each.tolist() for each in split_labels(np.arange(5), [2, 3])] == [[0, 1], [2, 3, 4]]
+
+
+def test_outputs_of_another_shape_count_as_wrong():
+    rng = np.random.default_rng(0)
+    floats = [{"boxes": 100 * rng.normal(size=(3, 5)).astype(np.float32)} for _ in range(4)]
+    shorter = [{"boxes": each["boxes"][:2]} for each in floats]
+    comparison = MetricComparison(None, floats, [1] * 4, None)
+    assert comparison.measure(floats).value == 1
+    assert comparison.measure(shorter).value == pytest.approx(0, abs=1e-6)
+
+
+def test_shapes_may_vary_in_one_model_only():
+    floats = [{"y": np.eye(4, dtype=np.float32)} for _ in range(3)]
+    quantized = [{"y": np.eye(4, 4 + i, dtype=np.float32)} for i in range(3)]
+    value = MetricComparison(lambda outputs: float(isinstance(outputs["y"], list)), floats, [4] * 3, None)
+    assert value.measure(quantized).value == 1, "lists for the quantized model"
+
+
+def test_a_metric_that_works_in_place_changes_no_stored_output():
+    floats = [{"y": np.ones((2, 2 + i), np.float32)} for i in range(2)]
+
+    def emptied(outputs):
+        total = float(sum(each.sum() for each in outputs["y"]))
+        for each in outputs["y"]:
+            each[:] = 0
+        return total
+
+    comparison = MetricComparison(emptied, floats, [2, 2], None)
+    assert comparison.measure(floats).value == comparison.measure(floats).value == 10

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from detent.metrics import OutputComparison
-from detent.output_measures import MEASURES, choose_measure, mask_threshold, predicted_classes
+from detent.output_measures import MEASURES, RELATIVE_ERROR, choose_measure, mask_threshold, predicted_classes
 
 RNG = np.random.default_rng(0)
 
@@ -133,3 +133,12 @@ def test_every_output_has_a_score():
     texts = {name: f"{score.measure} {score}" for name, score in comparison.scores.items()}
     assert texts == {"mask": "IoU 1", "scores": "top-1 agreement 100.00 %", "labels": "equal share 100.00 %"}
     assert comparison.agreement is None, "only the first output has an agreement"
+
+
+def test_empty_outputs_do_not_matter():
+    empty = np.zeros((0, 4), np.float32)
+    assert choose_measure([empty]) is RELATIVE_ERROR
+    assert choose_measure([empty, np.float32([[0.1, 0.2, 0.3, 0.4]] * 3)]) is choose_measure(
+        [np.float32([[0.1, 0.2, 0.3, 0.4]] * 3)]
+    )
+    assert mask_threshold([empty]) == 0.5

@@ -23,8 +23,8 @@ batches: with drops d_1 .. d_K of K parts, it is the standard deviation of the d
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from detent.output_measures import (
     EQUAL_SHARE,
     IOU,
     RELATIVE_ERROR,
+    Measure,
     choose_measure,
     mask_threshold,
     predicted_classes,
@@ -175,7 +176,9 @@ class MetricComparison:
 
     def _chosen(self, metric: MetricLike | None) -> Metric:
         if metric is not None and metric != AUTO:
-            return get_metric(metric)
+            chosen = get_metric(metric)
+            is_relative = chosen is BUILT_IN["top1"] and self._labels is None
+            return replace(chosen, name="top1 agreement with float") if is_relative else chosen
         return BUILT_IN["top1"] if self._labels is not None else _fitting(_first(_joined(self._floats)))
 
     def measure(self, outputs: Sequence[Mapping[str, Array]]) -> MetricResult:
@@ -204,7 +207,8 @@ class MetricComparison:
     def _score(self, outputs: Sequence[Mapping[str, Array]], numbers: Sequence[int]) -> float:
         labels = None if self._labels is None else np.concatenate([self._labels[i] for i in numbers])
         chosen, floats = ([each[i] for i in numbers] for each in (outputs, self._floats))
-        return self.metric.score(_joined(chosen), _joined(floats), labels)
+        separate = _varying(chosen) | _varying(floats)  # lists for both models, if one model's outputs vary
+        return self.metric.score(_joined(chosen, separate), _joined(floats, separate), labels)
 
 
 def split_labels(labels: Array, sizes: Sequence[int]) -> list[Array]:
@@ -219,14 +223,27 @@ def split_labels(labels: Array, sizes: Sequence[int]) -> list[Array]:
     return np.split(labels, np.cumsum(sizes)[:-1])
 
 
-def _joined(batches: Sequence[Mapping[str, Array]]) -> dict[str, Output]:
-    """Join the outputs of batches along the first axis; outputs whose other axes vary become lists."""
-    joined: dict[str, Output] = {}
-    for name in batches[0] if batches else ():
-        arrays = [each[name] for each in batches]
-        is_joined = all(array.ndim for array in arrays) and len({array.shape[1:] for array in arrays}) == 1
-        joined[name] = np.concatenate(arrays) if is_joined else arrays
-    return joined
+def _varying(batches: Sequence[Mapping[str, Array]]) -> set[str]:
+    """Return the names of outputs that cannot be joined along the first axis, because their other axes vary."""
+    shapes = {name: {each[name].shape[1:] if each[name].ndim else None for each in batches} for name in _names(batches)}
+    return {name for name, each in shapes.items() if len(each) > 1 or None in each}
+
+
+def _joined(batches: Sequence[Mapping[str, Array]], separate: Set[str] | None = None) -> dict[str, Output]:
+    """Join the outputs of batches along the first axis; those in ``separate``, by default ``_varying``, become lists.
+
+    Lists have copies, so that a metric that works in place does not change the stored outputs.
+    """
+    separate = _varying(batches) if separate is None else separate
+    arrays = {name: [each[name] for each in batches] for name in _names(batches)}
+    return {
+        name: [each.copy() for each in parts] if name in separate else np.concatenate(parts)
+        for name, parts in arrays.items()
+    }
+
+
+def _names(batches: Sequence[Mapping[str, Array]]) -> list[str]:
+    return list(batches[0]) if batches else []
 
 
 def get_metric(metric: MetricLike) -> Metric:
@@ -323,13 +340,20 @@ def _fitting(float_parts: list[Array]) -> Metric:
 
     def score(outputs: Outputs, floats: Outputs, _labels: Array | None) -> float:
         pairs = zip(_first(floats), _first(outputs), strict=True)
-        sums = np.sum(
-            [measure.sums(x, y, threshold) if x.shape == y.shape else (0.0, x.size) for x, y in pairs], axis=0
-        )
+        sums = np.sum([_sums(measure, x, y, threshold) for x, y in pairs], axis=0)
         value = measure.value(*map(float, sums))
         return 1 - value if measure is RELATIVE_ERROR else value
 
     return Metric(measure.name if measure is not RELATIVE_ERROR else "1 - relative error", score)
+
+
+def _sums(measure: Measure, x: Array, y: Array, threshold: float) -> tuple[float, float]:
+    """Return the sums of a measure; an output with another shape than in float counts as wrong in all elements."""
+    if x.shape == y.shape:
+        return measure.sums(x, y, threshold)
+    if measure is RELATIVE_ERROR:
+        return measure.sums(x, np.zeros_like(x), threshold)  # as much noise as signal
+    return 0.0, float(x.size)
 
 
 def _auto(outputs: Outputs, floats: Outputs, labels: Array | None) -> float:

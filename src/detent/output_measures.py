@@ -100,7 +100,8 @@ def choose_measure(outputs: Sequence[Array]) -> Measure:
     >>> choose_measure([np.float32([[0.1, 0.9], [0.7, 0.3]])]).name, choose_measure([np.array([3, 1])]).name
     ('top-1 agreement', 'equal share')
     """
-    return next(measure for measure in MEASURES if measure.fits(outputs))
+    filled = [x for x in outputs if x.size]
+    return next((measure for measure in MEASURES if measure.fits(filled)), RELATIVE_ERROR) if filled else RELATIVE_ERROR
 
 
 def predicted_classes(scores: Array) -> Array:
@@ -115,7 +116,7 @@ def predicted_classes(scores: Array) -> Array:
 
 def mask_threshold(outputs: Sequence[Array]) -> float:
     """Return the threshold of masks: 0.5 if all float values are from 0 to 1, and 0 for logits."""
-    return 0.5 if all(x.min() >= 0 and x.max() <= 1 for x in outputs) else 0.0
+    return 0.5 if all(x.min() >= 0 and x.max() <= 1 for x in outputs if x.size) else 0.0
 
 
 # Conditions

@@ -74,7 +74,7 @@ def quantized(programs, tmp_path_factory):
 
 
 def test_both_models_are_written(quantized):
-    assert files(quantized) == ["calib.npz", "net.onnx", "net.pt2", "net.w8a8.onnx", "summary.json"]
+    assert files(quantized) == ["calib.npz", "net.float.onnx", "net.pt2", "net.w8a8.onnx", "summary.json"]
 
 
 def test_the_summary_names_modules(quantized):
@@ -86,9 +86,9 @@ def test_the_summary_names_modules(quantized):
 
 
 def test_the_file_matches_the_float_model(quantized):
-    report = dt.verify(quantized / "net.onnx", quantized / "net.w8a8.onnx")
+    report = dt.verify(quantized / "net.float.onnx", quantized / "net.w8a8.onnx")
     assert report.ok
-    assert load(quantized / "net.onnx").graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    assert load(quantized / "net.float.onnx").graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
 def test_a_program_needs_trust(desk, capsys):
@@ -123,8 +123,8 @@ def bad_data(path):
         (lambda desk: bad_data(desk / "calib.npz"), [], "NaN"),
         (lambda desk: np.savez(desk / "calib.npz", x=np.zeros((4, 3, 8, 8), np.float32)), [], "shape"),
         (lambda desk: (desk / "net.pt2").write_bytes(b"PK" + bytes(50)), [], "damaged"),
-        (lambda desk: (desk / "net.onnx").write_bytes(b""), [], "net.onnx already exists"),
-        (lambda _: None, ["--output", "net.onnx"], "are the same file"),
+        (lambda desk: (desk / "net.float.onnx").write_bytes(b""), [], "net.float.onnx already exists"),
+        (lambda _: None, ["--output", "net.float.onnx"], "are the same file"),
         (lambda _: None, ["--skip", "*"], "no layer was quantized"),
     ],
 )

@@ -51,7 +51,7 @@ class Program:
                 "author, or export the model to ONNX where it was made"
             )
         require("torch", "onnxscript")
-        return cls(path, path.with_suffix(".onnx"))
+        return cls(path, path.with_suffix(".float.onnx"))  # not .onnx: users often export this name themselves
 
     def check_can_write(self, output: Path, *, force: bool, dry_run: bool) -> None:
         """Reject an ONNX path that cannot be written, or that is also the output."""

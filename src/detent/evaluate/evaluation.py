@@ -41,12 +41,7 @@ TIMING_SECONDS = 1.0
 RANKING_SAMPLES = 4  # with fewer samples, the ranking of layers depends too much on the samples
 MIN_RANKING_SECONDS = 20.0  # time limit for measuring sensitivity, unless quantization took longer
 MAX_LAYERS_NAMED = 3
-MEASURED_AGAIN = (
-    "low-sqnr",
-    "low-agreement",
-    "few-samples",
-    "max-drop",
-)  # codes of warnings that the evaluation replaces
+MEASURED_AGAIN = ("low-sqnr", "low-agreement", "few-samples")  # codes of warnings that the evaluation replaces
 MAX_OUTPUTS_SHOWN = 4
 TOLERANCE = 1e-9  # of the drop of a metric
 StageProgress = Callable[[str, int, int | None], None]
@@ -176,6 +171,8 @@ class Evaluation:
         if search is None:
             return []
         met = "not met" if _missed_drop(self.result, self.accuracy) else "met"
+        if met == "met" and not search.is_met:
+            met = "met on the evaluation samples, but not by the search with its margin"
         sizes = f"weights {bytes_text(search.nbytes_before)} -> {bytes_text(search.nbytes_after)}"
         change = f"{counted(len(search.steps), 'step')}, {sizes}" if search.steps else "without a change"
         return [("max_drop", f"{search.max_drop:g} {met}, {change}")]

@@ -105,7 +105,11 @@ class LayerReport:
         if self.reason or self.runs_on_integer_kernel:
             return self.reason
         if not self.input:
-            return self.note if self.note.startswith(NO_KERNEL) else "the layer's input is float"
+            is_embedding = self.type == "Gather"
+            text = (
+                "an embedding, which dequantizes the rows it looks up" if is_embedding else "the layer's input is float"
+            )
+            return self.note if self.note.startswith(NO_KERNEL) else text
         return self.note or f"ONNX Runtime runs this layer as {self.kernel or self.type} on this machine"
 
 

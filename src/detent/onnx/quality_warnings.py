@@ -215,15 +215,12 @@ def _expects_small_values(plan: GraphPlan, name: str) -> bool:
 def _layer_warnings(plan: GraphPlan, layers: Sequence[LayerRow]) -> Iterator[QuantizeWarning]:
     lines = {line.name: line for line in plan.layers}
     has_inputs = any(line.has_quantized_input for line in plan.quantized)
-    slow = [
-        layer
-        for layer in layers
-        if layer.reason not in DELIBERATE and not _runs_as_planned(layer, has_inputs=has_inputs)
-    ]
+    planned = [layer for layer in layers if _runs_as_planned(layer, lines[layer.name], has_inputs=has_inputs)]
+    slow = [layer for layer in layers if layer.reason not in DELIBERATE and layer not in planned]
     total = sum(line.nbytes_before for line in plan.layers) or 1
     share = sum(lines[layer.name].nbytes_before for layer in slow) / total
     if share > MAX_FLOAT_SHARE and plan.target.runtime == "onnxruntime":
-        done = sum(_runs_as_planned(layer, has_inputs=has_inputs) for layer in layers)
+        done = len(planned)
         what = "run on integer kernels" if has_inputs else "are quantized"
         names = "; ".join(float_layers_text(slow, lines))
         yield QuantizeWarning(
@@ -237,9 +234,12 @@ def _layer_warnings(plan: GraphPlan, layers: Sequence[LayerRow]) -> Iterator[Qua
         yield QuantizeWarning("padded-weights", text)
 
 
-def _runs_as_planned(layer: LayerRow, *, has_inputs: bool) -> bool:
-    """Return whether a layer runs on an integer kernel; for weight-only recipes, whether it is quantized."""
-    return layer.runs_on_integer_kernel if has_inputs else not layer.reason
+def _runs_as_planned(layer: LayerRow, line: LayerPlan, *, has_inputs: bool) -> bool:
+    """Return whether a layer runs on an integer kernel.
+
+    For embeddings, which have no such kernel, and for weight-only recipes, return whether the layer is quantized.
+    """
+    return layer.runs_on_integer_kernel if has_inputs and line.type != "Gather" else not layer.reason
 
 
 def float_layers_text(layers: Sequence[LayerRow], lines: Mapping[str, LayerPlan]) -> list[str]:

@@ -137,7 +137,7 @@ def make_session(
             return _start(fspath(model), options)
         lean, weights = without_weights(model)
         options.add_external_initializers(list(weights), list(map(ort.OrtValue.ortvalue_from_numpy, weights.values())))
-        session = _start(lean.SerializeToString(), options)
+        session = _start(lean.SerializeToString(), options, _disabled_optimizers(model))
         session.weights = weights  # ONNX Runtime reads these arrays in place: keep them alive with the session
     except (ValueError, EncodeError) as error:
         raise UnsupportedError(f"ONNX Runtime failed to load the model: {error}") from error
@@ -167,9 +167,19 @@ def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
     return lean, weights
 
 
-def _start(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+def _start(
+    source: str | bytes, options: ort.SessionOptions, disabled_optimizers: Sequence[str] = ()
+) -> ort.InferenceSession:
     with ort_errors("load"):
-        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(
+            source, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(disabled_optimizers)
+        )
+
+
+def _disabled_optimizers(model: ModelProto) -> Sequence[str]:
+    """Return the optimizers of ONNX Runtime to disable for a model: one that crashes on float16 transformers."""
+    has_float16 = any(tensor.data_type == TensorProto.FLOAT16 for tensor in model.graph.initializer)
+    return ("NchwcTransformer",) if has_float16 else ()
 
 
 @contextmanager

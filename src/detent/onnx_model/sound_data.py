@@ -260,7 +260,7 @@ def _samples_axis(info: InputInfo) -> int | None:
             return 1
         case (_,):
             return 0
-        case (_, None | 1, _):
+        case (_, 1, _) | (_, None, None):
             return 2
         case (_, _, 1):
             return 1

@@ -14,6 +14,7 @@ import json
 import logging
 import warnings
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,8 +113,10 @@ def _saved_by(name: str) -> str:
             version = json.loads(archive.read(entries[0])).get("torch_version")
     except (
         zipfile.BadZipFile,
+        zlib.error,
         OSError,
         ValueError,
+        RuntimeError,
         AttributeError,
         RecursionError,
         EOFError,
