@@ -230,8 +230,9 @@ def test_a_metric_without_a_limit_is_measured(recipe, data, tmp_path):
     calibration = [data["calib"]] if recipe == "w8a8" else None
     report = qo.quantize(network(), tmp_path / "a.onnx", calibration, recipe, metric="top1", eval_data=[data["search"]])
     assert report.search is None
-    assert (report.metric.name, report.metric.float_value, report.metric.samples) == ("top1", 1.0, 256)
-    assert f"top1: {report.metric}" in str(report)
+    assert report.metric.name == "top1 agreement with float"
+    assert (report.metric.float_value, report.metric.samples) == (1.0, 256)
+    assert f"top1 agreement with float: {report.metric}" in str(report)
     assert report.to_dict()["metric"]["value"] == report.metric.value
 
 
