@@ -5,7 +5,7 @@ float if all of these conditions hold:
 
 - Quantizing only this layer causes at least a tenth of the remaining noise.
 - All layers kept in float hold at most a tenth of the model's weight bytes.
-- Keeping the layer in float removes enough of the remaining noise: over 3 times the layer's share of the model's cost,
+- Keeping the layer in float removes enough of the remaining noise: over 8 times the layer's share of the model's cost,
   with a minimum of 15 % and a maximum of 50 %. The cost is counted in weight bytes and in multiplications; the larger
   of both shares counts. With the minimum, a few samples suffice to tell a gain from chance.
 - Another layer remains quantized.
@@ -39,7 +39,7 @@ MIN_NOISE_SHARE = 0.1  # only layers that alone cause this share of the remainin
 MAX_WEIGHT_SHARE = 0.1  # share of the model's weight bytes; more would undo the compression
 MAX_LAYERS = 8  # limit on the layers kept in float
 NEGLIGIBLE_NOISE = 1e-3  # noise relative to the power of an output (30 dB); below it, no layer gets more precision
-REMOVED_NOISE_PER_COST = 3.0  # share of the remaining noise that float must remove, per share of the model's cost
+REMOVED_NOISE_PER_COST = 8.0  # share of the remaining noise that float must remove, per share of the model's cost
 MIN_REMOVED_NOISE, MAX_REMOVED_NOISE = 0.15, 0.5  # limits of the share that float must remove
 MEASURED_TYPES = (TensorProto.UNDEFINED, TensorProto.FLOAT, TensorProto.FLOAT16)  # types of measured outputs
 SEARCH_SAMPLES = 2  # samples for the search; candidates are then measured on all samples
@@ -89,8 +89,8 @@ def choose_float(
 def _required_gain(byte_share: float, work_share: float) -> float:
     """Return the share of the noise that a layer must remove to be kept in float.
 
-    >>> _required_gain(0.001, 0.01), _required_gain(0.125, 0.02), _required_gain(0.05, 0.4)
-    (0.15, 0.375, 0.5)
+    >>> _required_gain(0.001, 0.01), _required_gain(0.03125, 0.02), _required_gain(0.05, 0.4)
+    (0.15, 0.25, 0.5)
     """
     share = REMOVED_NOISE_PER_COST * max(byte_share, work_share)
     return min(max(share, MIN_REMOVED_NOISE), MAX_REMOVED_NOISE)
