@@ -250,7 +250,7 @@ def get_metric(metric: MetricLike) -> Metric:
     """Return the metric of a built-in name, of "module:function", or of a function.
 
     Raises:
-        SpecError: there is no such metric.
+        SpecError: the metric is unknown.
 
     >>> get_metric("top1").name, get_metric("statistics:mean").name, get_metric(len).name
     ('top1', 'statistics:mean', 'len')
