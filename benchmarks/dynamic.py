@@ -12,7 +12,6 @@ Progress goes to stderr. Models in FILE that are not measured again keep their r
 """
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from cpu_time import cpu_times_in_turns
 from networks import NETWORKS
 from numpy.typing import NDArray
 from onnxruntime.quantization import quantize_dynamic
+from results_file import stored_models, write_result
 from run import environment
 
 import detent as dt
@@ -150,16 +150,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # quantize_dynamic recommends pre-processing
-    before = {}
-    if arguments.output is not None and arguments.output.is_file():
-        before = json.loads(arguments.output.read_text(encoding="utf-8"))["models"]
     models = {name: measure(name, arguments.rounds) for name in arguments.models}
-    ordered = {name: each for name in SUBJECTS if (each := models.get(name, before.get(name))) is not None}
-    text = json.dumps({"environment": environment(), "rounds": arguments.rounds, "models": ordered}, indent=2)
-    if arguments.output is None:
-        print(text)
-    else:
-        arguments.output.write_text(text + "\n", encoding="utf-8")
+    models = stored_models(arguments.output) | models  # keep the results of other models
+    ordered = {name: models[name] for name in SUBJECTS if name in models}
+    result = {"environment": environment(), "rounds": arguments.rounds, "models": ordered}
+    write_result(result, arguments.output, indent=2)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ import torch
 from networks.scenes import scenes
 from networks.series import FIELD_VALUES, tables
 from numpy.typing import NDArray
+from results_file import write_result
 from run import environment
 from torch import nn
 
@@ -255,11 +256,7 @@ def main() -> None:
         training, calibration, evaluation = CLASSIFIERS[name].data()
         model = trained(name, training)
         rows += [measure(name, recipe, model, calibration, evaluation) for recipe in LIMITS]
-    text = json.dumps({"environment": environment(), "rows": rows}, indent=1)
-    if arguments.output is None:
-        print(text)
-    else:
-        arguments.output.write_text(text + "\n", encoding="utf-8")
+    write_result({"environment": environment(), "rows": rows}, arguments.output)
 
 
 if __name__ == "__main__":

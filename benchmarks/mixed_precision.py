@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 from onnx import ModelProto
+from results_file import stored_models, write_result
 from run import environment
 
 import detent as dt
@@ -304,14 +305,9 @@ def main() -> None:
     arguments = parser.parse_args()
     FILES.mkdir(parents=True, exist_ok=True)
     results = {name: measure(name) for name in arguments.models}
-    if arguments.output is not None and arguments.output.is_file():  # keep the results of other models
-        stored = json.loads(arguments.output.read_text(encoding="utf-8"))["models"]
-        results = {name: (stored | results)[name] for name in SUBJECTS if name in stored or name in results}
-    text = json.dumps({"environment": environment(), "models": results}, indent=1)
-    if arguments.output is None:
-        print(text)
-    else:
-        arguments.output.write_text(text + "\n", encoding="utf-8")
+    results = stored_models(arguments.output) | results  # keep the results of other models
+    results = {name: results[name] for name in SUBJECTS if name in results}
+    write_result({"environment": environment(), "models": results}, arguments.output)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ The default settings of ``detent.onnx.quantize`` were chosen from this table. Pr
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+from results_file import write_result
 from run import environment
 
 import detent.onnx as qo
@@ -85,11 +85,7 @@ def main() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-    text = json.dumps({"environment": environment(), "models": results}, indent=1)
-    if arguments.output is None:
-        print(text)
-    else:
-        arguments.output.write_text(text + "\n", encoding="utf-8")
+    write_result({"environment": environment(), "models": results}, arguments.output)
 
 
 if __name__ == "__main__":

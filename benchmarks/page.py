@@ -1,4 +1,4 @@
-"""Replace the rendered sections of a page. Each section is between two markers with its name."""
+"""Rendered sections of a page: rows of tables, and inserting each section between two markers with its name."""
 
 
 def placed(page: str, sections: dict[str, str]) -> str:
@@ -9,3 +9,8 @@ def placed(page: str, sections: dict[str, str]) -> str:
         _, after = rest.split(end)
         page = f"{before}{begin}\n{text}\n{end}{after}"
     return page
+
+
+def table_row(*cells: str) -> str:
+    """Format one row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"

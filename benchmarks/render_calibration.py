@@ -8,7 +8,7 @@
 import json
 from pathlib import Path
 
-from page import placed
+from page import placed, table_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -58,7 +58,9 @@ def _speed(result: dict) -> str:
             not_met = " (not met)" if goal is not None and factor < goal else ""
             goal_cell = f"≥ {goal:g}x" if goal else ""
             lines.append(
-                _line(row, _time(times["detent"]), f"{tool} {_time(times[tool])}", f"{factor:.3g}x{not_met}", goal_cell)
+                table_row(
+                    row, _time(times["detent"]), f"{tool} {_time(times[tool])}", f"{factor:.3g}x{not_met}", goal_cell
+                )
             )
     lines += ["", "| one call of detent | histogram | min-max only | histogram / min-max (lower is better) | goal |"]
     lines.append("|---|--:|--:|--:|--:|")
@@ -68,12 +70,10 @@ def _speed(result: dict) -> str:
             factor = times["detent"] / times[MINMAX]
             not_met = " (not met)" if goal is not None and factor > goal else ""
             goal_cell = f"≤ {goal:g}x" if goal else ""
-            lines.append(_line(row, _time(times["detent"]), _time(times[MINMAX]), f"{factor:.3g}x{not_met}", goal_cell))
+            lines.append(
+                table_row(row, _time(times["detent"]), _time(times[MINMAX]), f"{factor:.3g}x{not_met}", goal_cell)
+            )
     return "\n".join(lines)
-
-
-def _line(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _time(microseconds: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from page import placed
+from page import placed, table_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -37,11 +37,11 @@ def worse_metrics(rows: Mapping[str, Any]) -> list[str]:
 
 
 def _table(models: Mapping[str, Any]) -> str:
-    lines = [_line(*HEAD), "|---|---|---|--:|--:|--:|--:|--:|"]
+    lines = [table_row(*HEAD), "|---|---|---|--:|--:|--:|--:|--:|"]
     for name, facts in models.items():
         for tool, row in facts["rows"].items():
             lines.append(
-                _line(
+                table_row(
                     name,
                     row["cpu"],
                     tool.removesuffix(" vnni"),
@@ -71,10 +71,6 @@ def _reading(models: Mapping[str, Any]) -> str:
         f"SQNR is {min(gains):.1f} to {max(gains):.1f} dB higher, and inference takes {min(times):.2f} to "
         f"{max(times):.2f} times as long."
     )
-
-
-def _line(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:

@@ -8,7 +8,7 @@
 import json
 from pathlib import Path
 
-from page import placed
+from page import placed, table_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -32,10 +32,10 @@ def is_won(row: dict) -> bool:
 def _table(models: dict, kind: str) -> str:
     """Render a row per uniform bit width and a column per model: SQNR and bytes of the uniform and the mixed file."""
     widths = [row["bits"] for row in next(iter(models.values()))["files"][kind]]
-    lines = [_line("uniform bits", *models), "|--:|" + "--:|" * len(models)]
+    lines = [table_row("uniform bits", *models), "|--:|" + "--:|" * len(models)]
     for place, bits in enumerate(widths):
         rows = [facts["files"][kind][place] for facts in models.values()]
-        lines.append(_line(str(bits), *map(_cell, rows)))
+        lines.append(table_row(str(bits), *map(_cell, rows)))
     return "\n".join(lines)
 
 
@@ -66,16 +66,12 @@ def _reading(models: dict) -> str:
 def _models(models: dict) -> str:
     """Render the settings of each model. In old results, as many samples were held out as the search used."""
     head = ("model", "layers", "samples", "evaluated on", "candidates", "runs", "seconds", "runs per search")
-    lines = [_line(*head), "|---|" + "--:|" * (len(head) - 1)]
+    lines = [table_row(*head), "|---|" + "--:|" * (len(head) - 1)]
     for name, facts in models.items():
         samples, candidates = facts["samples"], len(facts["candidates"])
         cells = (facts["layers"], samples, facts.get("held_out_samples", samples), candidates, facts["runs"])
-        lines.append(_line(name, *map(str, cells), f"{facts['seconds']:.0f}", str(facts.get("refine_runs", 24))))
+        lines.append(table_row(name, *map(str, cells), f"{facts['seconds']:.0f}", str(facts.get("refine_runs", 24))))
     return "\n".join(lines)
-
-
-def _line(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from onnx_goals import ENTROPY, FAST, OURS, GoalResult, evaluate_goals
-from page import placed
+from page import placed, table_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "onnx-benchmark.md"
@@ -51,11 +51,14 @@ def rendered_helpers(result: dict) -> dict[str, str]:
     """Render the table of the accuracy steps as a section of the page."""
     models = result["models"]
     settings = list(next(iter(models.values())))
-    lines = [_line("mean SQNR in dB, agreement with float (higher is better)", *models), "|---|" + "--:|" * len(models)]
+    lines = [
+        table_row("mean SQNR in dB, agreement with float (higher is better)", *models),
+        "|---|" + "--:|" * len(models),
+    ]
     for setting in settings:
         rows = [facts[setting] for facts in models.values()]
         cells = [f"{_mean(row['sqnr_db']):.1f}, {row['agreement']:.1%}" for row in rows]
-        lines.append(_line(f"**{setting}**" if setting == settings[0] else setting, *cells))
+        lines.append(table_row(f"**{setting}**" if setting == settings[0] else setting, *cells))
     means = {setting: _mean([_mean(facts[setting]["sqnr_db"]) for facts in models.values()]) for setting in settings}
     losses = [f"{setting} {means[settings[0]] - means[setting]:.1f} dB" for setting in settings[1:]]
     return {
@@ -69,7 +72,7 @@ def rendered_summary(result: dict) -> dict[str, str]:
     """Render the summary table, with a row per model, as a section of the page."""
     rows = {(row["model"], row["tool"]): row for row in result["rows"] if FAILED not in row}
     heads = ("SQNR in dB", "best other tool", "agreement", "size", "time, default target", "time, avx2", "memory")
-    lines = [_line("w8a8", *heads), "|---|" + "--:|" * len(heads)]
+    lines = [table_row("w8a8", *heads), "|---|" + "--:|" * len(heads)]
     for model in result["models"]:
         ours, fast, entropy = (rows.get((model, tool)) for tool in (OURS, FAST, ENTROPY))
         others = [row for (name, tool), row in rows.items() if name == model and not tool.startswith(OURS)]
@@ -84,7 +87,7 @@ def rendered_summary(result: dict) -> dict[str, str]:
             f"{fast['ratio']:.2f}",
             f"{ours['growth'] / entropy['growth']:.2f}" if entropy else "ORT Entropy failed",
         )
-        lines.append(_line(model, *cells))
+        lines.append(table_row(model, *cells))
     return {"onnx-summary": "\n".join(lines)}
 
 
@@ -119,14 +122,14 @@ def _table(result: dict, head: str, cell: Callable[[dict], str], plain: Callable
     """Render a row per tool and a column per model. With ``plain``, the first row has the float models' values."""
     rows_by_tool = {(row["tool"], row["model"]): row for row in result["rows"]}
     models = list(result["models"])
-    lines = [_line(head, *models), "|---|" + "--:|" * len(models)]
+    lines = [table_row(head, *models), "|---|" + "--:|" * len(models)]
     if plain is not None:
         firsts = [_first(result["rows"], model) for model in models]
-        lines.append(_line("float", *("" if row is None else plain(row) for row in firsts)))
+        lines.append(table_row("float", *("" if row is None else plain(row) for row in firsts)))
     for tool in dict.fromkeys(tool for tool, _ in rows_by_tool):
         rows = [rows_by_tool.get((tool, model)) for model in models]
         cells = ["" if row is None else FAILED if FAILED in row else cell(row) for row in rows]
-        lines.append(_line(f"**{tool}**" if tool.startswith(OURS) else tool, *cells))
+        lines.append(table_row(f"**{tool}**" if tool.startswith(OURS) else tool, *cells))
     return "\n".join(lines)
 
 
@@ -189,10 +192,6 @@ def _notes(result: dict) -> str:
 
 def _plain(text: str) -> str:
     return text.replace("`", "'").replace("|", "/")
-
-
-def _line(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 from goals import QAT_POINTS, QAT_SAVED, QAT_STEP
-from page import placed
+from page import placed, table_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -43,16 +43,16 @@ def _cost(result: dict) -> str:
     lines = [
         first,
         "",
-        _line("step time / float step time (lower is better)", *heads),
+        table_row("step time / float step time (lower is better)", *heads),
         "|---|" + "--:|" * len(columns),
-        _line("float", *plain),
+        table_row("float", *plain),
     ]
     for tool in dict.fromkeys(name for name, _, _ in rows_by_key):
         cells = []
         for model, threads in columns:
             row = rows_by_key.get((tool, model, threads))
             cells.append("" if row is None else _marked(row["ratio"], QAT_STEP if tool == OURS else None))
-        lines.append(_line(_bold(tool), *cells))
+        lines.append(table_row(_bold(tool), *cells))
     lines += ["", f"Goal for detent: at most {QAT_STEP:g}. " + _titles(result)]
     return "\n".join(lines)
 
@@ -67,12 +67,12 @@ def _memory(result: dict) -> str:
     rows_by_key = {(row["tool"], row["model"]): row for row in result["memory"]}
     models = list(dict.fromkeys(model for _, model in rows_by_key))
     heads = [f"{model}, {kind}" for model in models for kind in ("saved", "alive")]
-    lines = [_line("bytes / bytes of float (lower is better)", *heads), "|---|" + "--:|" * len(heads)]
+    lines = [table_row("bytes / bytes of float (lower is better)", *heads), "|---|" + "--:|" * len(heads)]
     for tool in dict.fromkeys(name for name, _ in rows_by_key):
         cells = []
         for model in models:
             cells += _bytes(rows_by_key.get((tool, model)), tool)
-        lines.append(_line(_bold(tool), *cells))
+        lines.append(table_row(_bold(tool), *cells))
     lines += ["", f"Goal for *saved* of detent: at most {QAT_SAVED:g}."]
     return "\n".join(lines)
 
@@ -107,7 +107,7 @@ def _accuracy(result: dict) -> str:
         "distinct values in inputs / weights",
         "first and last layer",
     )
-    lines = [first, "", _line("method", "bits", *heads), "|---|--:|--:|--:|--:|--:|--:|--:|"]
+    lines = [first, "", table_row("method", "bits", *heads), "|---|--:|--:|--:|--:|--:|--:|--:|"]
     for (method, bits), rows in rows_by_key.items():
         goal = QAT_POINTS.get((method, bits))
         below = float_accuracy - accuracy_by_key[method, bits]
@@ -115,7 +115,7 @@ def _accuracy(result: dict) -> str:
         seeds = ", ".join(f"{row['accuracy']:.2f}" for row in rows)
         cells = [method, str(bits or 32), f"{accuracy_by_key[method, bits]:.2f}", seeds, f"{below:+.2f}{not_met}"]
         cells += [f"≤ {goal:g}" if goal else "", *(_values(rows) if bits else ("", ""))]
-        lines.append(_line(*cells))
+        lines.append(table_row(*cells))
     return "\n".join(lines)
 
 
@@ -133,10 +133,6 @@ def _most(layers: list[dict]) -> str:
 
 def _titles(result: dict) -> str:
     return "; ".join(result["titles"].values()) + "."
-
-
-def _line(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _bold(tool: str) -> str:

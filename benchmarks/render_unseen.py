@@ -9,7 +9,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
-from page import placed
+from page import placed, table_row
 from unseen_goals import OURS, Comparison, compare, summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +47,7 @@ def _stability(rows: list[dict]) -> str:
     lines = ["| model | what changes | SQNR in dB | largest loss in dB | goal |", "|---|---|---|--:|---|"]
     for row in rows:
         cells = row["model"], *_PARTS[row["part"]](row), "met" if row["ok"] else "**not met**"
-        lines.append(_row(cells))
+        lines.append(table_row(*cells))
     return "\n".join(lines)
 
 
@@ -92,13 +92,13 @@ def _large(models: dict[str, dict[str, dict]]) -> str:
             absolute = tool == "ORT MinMax"
             cost = f"{row['cpu_seconds']:.0f} s" if absolute else f"{row['cpu_seconds'] / base['cpu_seconds']:.2f}"
             memory = f"{row['growth'] / 2**20:.0f} MB" if absolute else f"{row['growth'] / base['growth']:.2f}"
-            lines.append(_row((name, tool, cost, memory)))
+            lines.append(table_row(name, tool, cost, memory))
     return "\n".join(lines)
 
 
 def _table(models: dict[str, dict[str, dict]]) -> str:
     """Render a row per model for detent's default target."""
-    lines = [_row(HEAD), "|---|" + "--:|" * (len(HEAD) - 2) + "---|"]
+    lines = [table_row(*HEAD), "|---|" + "--:|" * (len(HEAD) - 2) + "---|"]
     for name, rows in models.items():
         lines += [_line(name, each) for each in compare(rows) if each.row["tool"] == OURS[0]]
     return "\n".join(lines)
@@ -108,22 +108,18 @@ def _line(name: str, each: Comparison) -> str:
     row, best = each.row, each.best
     reasons = "; ".join(each.failures)
     if "cpu_1" not in row:
-        return _row((name, *["-"] * (len(HEAD) - 2), reasons))
+        return table_row(name, *["-"] * (len(HEAD) - 2), reasons)
     pairs = [
         (row["sqnr_db"], best["sqnr_db"], 1),
         (row.get("agreement"), best["agreement"], 3),
         (row["cpu_1"]["ratio"], best["time"], 2),
         (row["size_ratio"], best["size_ratio"], 2),
     ]
-    return _row((name, *(_number(value, digits) for *pair, digits in pairs for value in pair), reasons))
+    return table_row(name, *(_number(value, digits) for *pair, digits in pairs for value in pair), reasons)
 
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _row(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _summary(models: dict[str, dict[str, dict]]) -> str:
