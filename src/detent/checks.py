@@ -4,7 +4,7 @@ Only this module defines the four float types that data can have, and the comput
 """
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from contextlib import suppress
 from math import inf, isfinite
 from types import MappingProxyType
@@ -90,6 +90,18 @@ def as_array(what: str, value: ArrayLike) -> NDArray[Any]:
         raise DtypeError(
             f"{what} is not an array of numbers ({fault}): pass a NumPy array, or nested lists of equal lengths"
         ) from fault
+
+
+def known_length(values: object) -> int | None:
+    """Return the number of values, or None if it is unknown; loaders of iterable datasets raise TypeError.
+
+    >>> known_length([1, 2]), known_length(iter([1, 2]))
+    (2, None)
+    """
+    try:
+        return len(values) if isinstance(values, Sized) else None
+    except TypeError:
+        return None
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - any element

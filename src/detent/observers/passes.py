@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from detent import storage
-from detent.checks import as_integer
+from detent.checks import as_integer, known_length
 from detent.codec import parse, reading, table
 from detent.errors import DetentError, DtypeError, FileFormatError, NotCalibratedError, ShapeError, StateError
 from detent.observers.observer import Observer
@@ -70,7 +70,7 @@ def calibrate(
     step = as_integer("every", every, at_least=1)
     path = None if resume_file is None else Path(resume_file)
     saved = _load(path, named) if path is not None and path.exists() else _ResumeHeader(0, 0)
-    total = len(batches) if isinstance(batches, Sized) else None
+    total = known_length(batches)
     report = reporter(progress, "calibrating", "batches", saved.batches)
     count, mark, is_complete = 0, saved.mark, True
     try:

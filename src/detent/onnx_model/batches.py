@@ -20,7 +20,7 @@ model; ``Batches.labels`` has them.
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import chain, islice
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from detent.checks import first_index, refuse_nan
+from detent.checks import first_index, known_length, refuse_nan
 from detent.errors import DtypeError, FileFormatError, NotCalibratedError, RangeError, SpecError
 from detent.onnx_model import array_data, image_data, sound_data, text_data
 from detent.onnx_model.data_files import DataFiles, DataListing, FileBatches, list_files
@@ -354,7 +354,7 @@ def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_si
             f"data must be a list of batches, a callable, a file or a directory, got {type(data).__name__}: for one "
             "batch, pass [data]"
         )
-    count = _length(source)
+    count = known_length(source)
     batches = Batches(source, inputs, is_repeatable=not isinstance(source, Iterator), count=count)
     if type(getattr(source, "sampler", None)).__name__ == "RandomSampler":
         batches._add_note("data: the loader shuffles in every pass, so results vary: pass a loader with shuffle=False")
@@ -375,14 +375,6 @@ class _Calls:
                 f"data() returned {type(batches).__name__}, expected an iterator of batches: return iter([batch, ...])"
             )
         return iter(batches)
-
-
-def _length(source: Iterable[Batch]) -> int | None:
-    """Return the number of batches, or None if it is unknown; loaders of iterable datasets raise TypeError."""
-    try:
-        return len(source) if isinstance(source, Sized) else None
-    except TypeError:
-        return None
 
 
 def _reopened(data: Batches, inputs: Sequence[InputInfo]) -> Batches:

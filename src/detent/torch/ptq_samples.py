@@ -10,7 +10,7 @@ can be an iterator.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from detent.checks import refuse_nan
+from detent.checks import known_length, refuse_nan
 from detent.errors import DetentError, SpecError, UnsupportedError
 from detent.metrics import has_first_rows
 from detent.tables import counted
@@ -170,19 +170,11 @@ def read_samples(data: object, runner: BatchRunner) -> Iterator[Sample]:
     per_sample = runner.multiplications(first, label) / max(1, batch_size)
     max_samples = min(MAX_SAMPLES, max(MIN_SAMPLES, int(MAX_MULTIPLICATIONS / max(per_sample, 1.0))))
     can_cut = batch_size > 1 and runner.computes_each_sample(first, 1, label)
-    count = _length(data)
+    count = known_length(data)
     if len(head) < MIN_BATCHES:
         head = list(_parts(head)) if can_cut else head
         count, batch_size = len(head), sample_count(head[0][1])
     return _split(chain(head, batches), _Split.of(count, batch_size, max_samples, can_cut=can_cut), can_cut=can_cut)
-
-
-def _length(data: object) -> int | None:
-    """Return the number of batches, or None if it is unknown; loaders of iterable datasets raise TypeError."""
-    try:
-        return len(data) if isinstance(data, Sized) else None
-    except TypeError:
-        return None
 
 
 def join(samples: Sequence[Sample], runner: BatchRunner) -> list[Sample]:
