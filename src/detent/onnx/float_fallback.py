@@ -65,7 +65,11 @@ def choose_float(
         return {}
     sizes = {line.name: line.nbytes_before for line in plan.layers}
     spare = MAX_WEIGHT_SHARE * plan.nbytes_before
-    required = {name: _required_gain(size / plan.nbytes_before, _share(work, name)) for name, size in sizes.items()}
+    total_work = sum(work.values()) or 1.0
+    required = {
+        name: _required_gain(size / plan.nbytes_before, work.get(name, 0.0) / total_work)
+        for name, size in sizes.items()
+    }
     kept: dict[str, float] = {}
     rejected: set[str] = set()
     while len(kept) < MAX_LAYERS:
@@ -94,11 +98,6 @@ def _required_gain(byte_share: float, work_share: float) -> float:
     """
     share = REMOVED_NOISE_PER_COST * max(byte_share, work_share)
     return min(max(share, MIN_REMOVED_NOISE), MAX_REMOVED_NOISE)
-
-
-def _share(work: Mapping[str, float], name: str) -> float:
-    total = sum(work.values())
-    return work.get(name, 0.0) / total if total else 0.0
 
 
 class NoiseByLayer:

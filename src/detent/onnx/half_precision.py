@@ -13,7 +13,7 @@ from collections.abc import Iterable, Set
 import numpy as np
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from detent.onnx_model.graph import Graph, array_of, attribute_of, make_tensor, subgraphs
+from detent.onnx_model.graph import Graph, array_of, attribute_of, make_tensor, rename_tensors, subgraphs
 
 __all__ = ["is_float16", "widen"]
 
@@ -105,16 +105,14 @@ def _add_casts(graph: Graph, inputs: Iterable[str], outputs: Iterable[str]) -> N
     """Insert Casts from float16 to float32 after ``inputs``, and from float32 to float16 before ``outputs``."""
     for name in inputs:
         wide = graph.fresh(f"{name}_float32")
-        for node in graph.consumers(name):
-            _rename_reads(node, name, wide)
+        rename_tensors(graph.consumers(name), {name: wide})
         graph.insert([helper.make_node("Cast", [name], [wide], name=graph.fresh(f"{wide}_cast"), to=FLOAT)])
     graph.finish()
     for name in outputs:
         if name in graph.inputs:  # the model returns its input
             continue
         wide = graph.fresh(f"{name}_float32")
-        for node in graph.consumers(name):
-            _rename_reads(node, name, wide)
+        rename_tensors(graph.consumers(name), {name: wide})
         if name in graph.constants:
             graph.constants[wide] = make_tensor(wide, graph.array(name))
             del graph.constants[name]
@@ -122,21 +120,6 @@ def _add_casts(graph: Graph, inputs: Iterable[str], outputs: Iterable[str]) -> N
             graph.rename(name, wide)
         graph.insert([helper.make_node("Cast", [wide], [name], name=graph.fresh(f"{wide}_cast"), to=HALF)])
     graph.finish()
-
-
-def _rename_reads(node: NodeProto, old: str, new: str) -> None:
-    """Let a node and its subgraphs read ``new`` instead of ``old``."""
-    for i, name in enumerate(node.input):
-        if name == old:
-            node.input[i] = new
-    for body in subgraphs(node):
-        if old in {value.name for value in body.input} | {tensor.name for tensor in body.initializer}:
-            continue
-        for inner in body.node:
-            _rename_reads(inner, old, new)
-        for value in body.output:
-            if value.name == old:
-                value.name = new
 
 
 def _kind(value: ValueInfoProto) -> int:

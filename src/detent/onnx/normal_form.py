@@ -19,6 +19,7 @@ that another machine may round differently are returned, so that ``qo.rewrite`` 
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from detent.errors import SpecError, UnsupportedError
 from detent.onnx.batchnorm import fold
 from detent.onnx.half_precision import is_float16, widen
 from detent.onnx_model.files import ModelSource, load
-from detent.onnx_model.graph import MAIN, MOVING, QUANTIZERS, Graph, array_of, attribute_of, subgraphs
+from detent.onnx_model.graph import BITS, MAIN, MOVING, QUANTIZERS, Graph, array_of, attribute_of, subgraphs
 from detent.onnx_model.layers import WEIGHTED
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors, without_weights
 
@@ -383,12 +384,13 @@ def _grown(graph: Graph, nodes: list[NodeProto], values: Mapping[str, NDArray[An
     Weights and biases of layers are not among them, because they are stored as codes.
     """
     sources: dict[str, set[str]] = {name: {name} for name in graph.constants}
+    sizes = {name: prod(tensor.dims) * BITS.get(tensor.data_type, 0) // 8 for name, tensor in graph.constants.items()}
     for node in nodes:
         read = set[str]().union(*(sources[name] for name in node.input if name))
         sources.update((name, read) for name in node.output)
     grown = set()
     for name, value in values.items():
-        before = sum(array_of(graph.constants[each]).nbytes for each in sources[name])
+        before = sum(sizes[each] for each in sources[name])
         is_weight = any(node.op_type in WEIGHTED for node in graph.consumers(name))
         if value.nbytes > max(before, MIN_GROWN_BYTES) and not is_weight:
             grown.add(name)

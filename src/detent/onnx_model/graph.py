@@ -13,7 +13,7 @@ fp8    FLOAT8E4M3FN..  one byte per code
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -51,6 +51,7 @@ __all__ = [
     "make_tensor",
     "node_name",
     "reads",
+    "rename_tensors",
     "sort_nodes",
     "subgraphs",
     "trace_back",
@@ -232,6 +233,26 @@ def reads(node: NodeProto) -> Iterator[str]:
             yield from (name for name in reads(inner) if name not in inside)
             inside.update(inner.output)
         yield from (value.name for value in graph.output if value.name not in inside)
+
+
+def rename_tensors(nodes: Iterable[NodeProto], new: Mapping[str, str]) -> None:
+    """Rename tensors in nodes and their subgraphs, except where a subgraph defines the name itself.
+
+    >>> node = NodeProto(op_type="Add", input=["a", "b"], output=["c"])
+    >>> rename_tensors([node], {"a": "x"})
+    >>> list(node.input)
+    ['x', 'b']
+    """
+    for node in nodes if new else ():
+        for names in (node.input, node.output):
+            names[:] = [new.get(name, name) for name in names]
+        for body in subgraphs(node):
+            defined = {name for each in body.node for name in each.output}
+            defined |= {each.name for each in (*body.input, *body.initializer)}
+            inner = {name: to for name, to in new.items() if name not in defined}
+            rename_tensors(body.node, inner)
+            for value in body.output:
+                value.name = inner.get(value.name, value.name)
 
 
 def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators: Sequence[str]) -> str:

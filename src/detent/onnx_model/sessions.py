@@ -36,6 +36,7 @@ from detent.onnx_model.graph import (
     Graph,
     array_of,
     reads,
+    rename_tensors,
     subgraphs,
 )
 from detent.onnx_model.provenance import Provenance, RuntimeRecord
@@ -242,21 +243,10 @@ def _rename_shadowing(graph: GraphProto, outer: Set[str]) -> None:
             count += 1
         new[name] = f"{name}_inner_{count}"
         names.add(new[name])
-    _rename(graph, new)
+    rename_tensors(graph.node, new)
     for node in graph.node:
         for body in subgraphs(node):
             _rename_shadowing(body, outer | names)
-
-
-def _rename(graph: GraphProto, new: Mapping[str, str]) -> None:
-    """Rename tensors of a graph and its subgraphs, except where a subgraph defines the name itself."""
-    for node in graph.node if new else ():
-        for names in (node.input, node.output):
-            names[:] = [new.get(name, name) for name in names]
-        for body in subgraphs(node):
-            defined = {name for each in body.node for name in each.output}
-            defined |= {each.name for each in (*body.input, *body.initializer)}
-            _rename(body, {name: to for name, to in new.items() if name not in defined})
 
 
 def runtime_record(running: ModelProto) -> RuntimeRecord:
