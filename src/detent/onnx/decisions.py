@@ -177,10 +177,11 @@ class LayerDecision(_ComparedByContent):
     Attributes:
         name: name of its node.
         reason: why the layer is kept in float; "" if it is quantized.
-        weight: spec of its weight; None if the layer is kept in float.
-        input: spec of its input; None if the input is float or quantized dynamically.
-        weight_scale: scales of its weight, float32, one per parameter set; None if the layer is kept in float.
-        weight_zero_point: zero points of its weight, one per parameter set; None if the layer is kept in float.
+        weight: spec of its weight; None if the layer is kept in float, or is a matmul of two activations.
+        input: spec of its input, or of both inputs of a matmul of two activations; None if the input is float or
+            quantized dynamically.
+        weight_scale: scales of its weight, float32, one per parameter set; None if ``weight`` is None.
+        weight_zero_point: zero points of its weight, one per parameter set; None if ``weight`` is None.
         bias: corrected bias, as int32 codes or as float32; None keeps the model's bias. The scale of int32 codes is the
             input scale times the weight scale.
         input_range: smallest and largest input in the samples that bias correction used; None without a float32 bias.
@@ -221,6 +222,8 @@ class LayerDecision(_ComparedByContent):
                     f"{where} is kept in float ({self.reason}), but has specs or parameters: omit either the reason or "
                     "the specs and parameters"
                 )
+            return
+        if self.is_activation_matmul:
             return
         if any(each is None for each in stored):
             raise SpecError(
@@ -268,14 +271,22 @@ class LayerDecision(_ComparedByContent):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the layer's weight is quantized."""
+        """Whether the layer is quantized."""
         return not self.reason
+
+    @property
+    def is_activation_matmul(self) -> bool:
+        """Whether the layer is a quantized matmul of two activations, which has an input spec and nothing else."""
+        others = self.weight, self.weight_scale, self.weight_zero_point, self.bias, self.input_range
+        is_plain = all(each is None for each in (*others, self.index_rank, self.dynamic_input))
+        return is_plain and not self.reason and self.input is not None
 
     @cached_property
     def weight_params(self) -> QuantParams:
         """Quantization parameters of the layer's weight."""
         if self.weight is None or self.weight_scale is None:
-            raise SpecError(f"layer {self.name!r} has no weight parameters, because it is kept in float: {self.reason}")
+            why = f"it is kept in float: {self.reason}" if self.reason else "it is a matmul of two activations"
+            raise SpecError(f"layer {self.name!r} has no weight parameters, because {why}")
         return QuantParams(self.weight, self.weight_scale, self.weight_zero_point)
 
     def kept_in_float(self, reason: str) -> "LayerDecision":

@@ -76,7 +76,7 @@ class LayerReport:
     Attributes:
         name: name of its node.
         type: operator of its node.
-        weight: spec of its weight; "" if the layer is kept in float.
+        weight: spec of its weight; "" if the layer is kept in float, or is a matmul of two activations.
         input: spec of its input, followed by "dynamic" for dynamic quantization; "" if the input is float.
         reason: why the layer is kept in float; "" if it is quantized.
         kernel: the operator that ONNX Runtime runs for the layer on this machine; "" if it is kept in float.
@@ -110,7 +110,8 @@ class LayerReport:
                 "an embedding, which dequantizes the rows it looks up" if is_embedding else "the layer's input is float"
             )
             return self.note if self.note.startswith(NO_KERNEL) else text
-        return self.note or f"ONNX Runtime runs this layer as {self.kernel or self.type} on this machine"
+        note = self.note if self.weight else ""
+        return note or f"ONNX Runtime runs this layer as {self.kernel or self.type} on this machine"
 
 
 @dataclass(frozen=True, repr=False)
@@ -280,7 +281,7 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             that lose the most accuracy get 8 bits. "speed" stores all weights with 7 bits, "accuracy" all with 8 bits.
             Targets for VNNI always store 8 bits, because fast kernels with VNNI are exact at 8 bits. "accuracy" also
             keeps the outputs of last convolutions in float, for all targets. "speed" also keeps ConvTranspose layers in
-            float if the runtime has no integer kernel for them.
+            float if the runtime has no integer kernel for them, and quantizes large matmuls of two activations.
         effort: how much is measured. "fast" compares candidates only at single layers, and has no float fallback.
             "balanced" also measures the noise at the outputs, on 2 samples of a large model, up to 32 of a small one.
             "best" uses 32 samples of models up to 3 billion multiplications.
