@@ -382,7 +382,7 @@ def _split(
         return None
     label_array = None if labels is None else qe.read_labels(labels)
     is_searched = max_drop is not None
-    return qe.split_batches(source, data, eval_data=eval_data, labels=label_array, search=is_searched)
+    return qe.split_batches(source, data, eval_data=eval_data, labels=label_array, metric=metric, search=is_searched)
 
 
 def _check_limits(sqnr_db: float | None, agreement: float | None, data: Path | None, *, dry_run: bool) -> None:

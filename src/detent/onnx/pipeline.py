@@ -299,7 +299,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             that fits the first output, compared with the float model.
         eval_data: batches on which the metric is measured, also by the search; by default, the calibration data. To
             evaluate on samples that the search has not seen, use ``qe.quantize_and_evaluate``.
-        labels: one label per sample of ``eval_data``, for the metric.
+        labels: one label per sample of ``eval_data``, for the metric; by default, the classes of its sub-directories,
+            if the model has as many.
 
     Raises:
         NotCalibratedError: the recipe quantizes activations, and ``data`` is missing.
