@@ -10,6 +10,7 @@ constants              results of constant folding by ONNX Runtime; another mach
 layers                 for each layer, specs, weight scales and corrected bias, or why the layer is kept in float
 equalized, smoothed    factors of cross-layer equalization and of SmoothQuant, in the order of application
 placements, ranges     the tensors with Q/DQ pairs, and their scales and zero points
+float16                whether float constants that are exact in float16 are stored in it
 onnx_version           version of the onnx package that converted the opset; other versions may convert differently
 source, data, recipe,  digests and texts for the metadata of the file; they do not change the file's graph
 options, written_by
@@ -412,6 +413,7 @@ class Decisions(_ComparedByContent):
         smoothed: SmoothQuant of tensors, in the order of application.
         placements: tensors with Q/DQ pairs, in graph order.
         ranges: scale and zero point of each group of placements, by the group's name.
+        float16: whether the file stores constants of float parts in float16, if their values are exact in it.
 
     >>> decisions = Decisions(target="openvino", layers=(LayerDecision("fc", "skipped"),))
     >>> decisions
@@ -441,6 +443,7 @@ class Decisions(_ComparedByContent):
     smoothed: tuple[Smoothed, ...] = ()
     placements: tuple[QuantizerPlacement, ...] = ()
     ranges: Mapping[str, RangeDecision] = field(default_factory=dict)
+    float16: bool = False
 
     def __post_init__(self) -> None:
         self._check_versions()
@@ -566,10 +569,11 @@ class Decisions(_ComparedByContent):
         """
         values = parse(text, "the JSON of decisions")
         check_version(values.get("version"), VERSION, "decisions")
+        values.setdefault("float16", False)  # earlier versions wrote neither it nor dynamic_input
         layers = values.get("layers")
         for each in layers if isinstance(layers, list) else ():
             if isinstance(each, dict):
-                each.setdefault("dynamic_input", None)  # earlier versions did not write it
+                each.setdefault("dynamic_input", None)
         return decode(cls, values, "decisions", LEAVES)
 
 

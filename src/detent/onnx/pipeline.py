@@ -245,6 +245,7 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     smooth: bool = True,
     prefer: Preference = "balanced",
     effort: Effort = "balanced",
+    float16: bool = False,
     memory_budget: int | None = None,
     progress: Progress | None = None,
     resume_file: str | PathLike[str] | None = None,
@@ -285,6 +286,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         effort: how much is measured. "fast" compares candidates only at single layers, and has no float fallback.
             "balanced" also measures the noise at the outputs, on 2 samples of a large model, up to 32 of a small one.
             "best" uses 32 samples of models up to 3 billion multiplications.
+        float16: store constants of float parts in float16, if their values are exact in it, as in float16 models. The
+            file is smaller, and its outputs are the same.
         memory_budget: maximum bytes of activations in memory; a small budget needs several passes over the data.
         progress: whether to show a progress bar on a terminal (None means True), or a callback f(batches_done, total);
             total is None if unknown.
@@ -323,7 +326,9 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     ('small.w8a8.onnx', 'MatMulIntegerToFloat')
     """
     start = time.perf_counter()
-    options = Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort)
+    options = Options(
+        observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort, float16=float16
+    )
     metric_options = MetricOptions.of(max_drop, metric, eval_data, labels)
     rules, target = get_recipe(recipe), get_target(target)
     path = _output_path(model, output, recipe)
@@ -388,6 +393,7 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     smooth: bool = True,
     prefer: Preference = "balanced",
     effort: Effort = "balanced",
+    float16: bool = False,
     memory_budget: int | None = None,
     progress: Progress | None = None,
     resume_file: str | PathLike[str] | None = None,
@@ -410,7 +416,9 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     >>> decisions.layers[0].weight_scale, decisions.ranges["x"].observed_range
     (array([1.], dtype=float32), (51.0, 51.0))
     """
-    options = Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort)
+    options = Options(
+        observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort, float16=float16
+    )
     metric_options = MetricOptions.of(max_drop, metric, eval_data, labels)
     recipe, target = get_recipe(recipe), get_target(target)
     run = RunOptions(memory_budget, progress, resume_file)
@@ -500,6 +508,7 @@ def _decide(
         recipe=recipe.to_json(),
         options=options.to_json(),
         constants=prepared.constants,
+        float16=options.float16,
     )
     if batches is not None:
         return decide_with_data(facts, graph_plan, batches, options, run, original, goal)

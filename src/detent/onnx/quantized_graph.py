@@ -27,6 +27,7 @@ from detent.onnx.bias_correction import CorrectedBias
 from detent.onnx.calibration import Calibration, choose_params, range_decisions
 from detent.onnx.decisions import MAX_BIAS_CODE, Decisions, LayerDecision, QuantizerPlacement
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, activation_problem, dynamic_problem, weight_problem
+from detent.onnx.half_precision import store_float16
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.stored_decisions import to_metadata
 from detent.onnx_model.files import ModelSource, copied, load, load_model
@@ -269,6 +270,7 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
     """
     graph, target = Graph(model), get_target(decisions.target)
     layers = check_fits(graph, decisions)
+    own_constants = [name for name in graph.constants if name not in decisions.constants]
     writer = _Writer(graph, target, decisions)
     for placement in decisions.placements:
         if placement.source_tensor:
@@ -285,6 +287,8 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
     share_floats(graph)
     _share_zero_points(graph)
     graph.drop_unread()
+    if decisions.float16:
+        store_float16(graph, own_constants)
     finished = graph.finish()
     del finished.graph.value_info[:]  # inferred shapes take a tenth of a small file, and runtimes infer them again
     clear_notes(finished.graph)

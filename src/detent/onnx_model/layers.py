@@ -118,7 +118,7 @@ def _types(op: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 def _is_activation(graph: Graph, name: str) -> bool:
     """Return whether a tensor is computed in float, and is neither a constant nor a dequantized weight."""
     producer = graph.producer(name)
-    if producer is not None and producer.op_type == DEQUANTIZE and producer.input[0] in graph.constants:
+    if producer is not None and producer.op_type in {DEQUANTIZE, "Cast"} and producer.input[0] in graph.constants:
         return False
     return name not in graph.constants and graph.kind(name) in {TensorProto.UNDEFINED, TensorProto.FLOAT}
 
@@ -130,6 +130,8 @@ def _weight_problem(graph: Graph, node: NodeProto, weight: str) -> str:
     producer = graph.producer(weight)
     if producer is not None and producer.op_type == DEQUANTIZE:
         return QUANTIZED_ALREADY
+    if producer is not None and producer.op_type == "Cast" and producer.input[0] in graph.constants:
+        return f"its weight is stored as {TensorProto.DataType.Name(graph.kind(producer.input[0]))}"
     if weight not in graph.constants:
         is_left = node.input[0] in graph.constants
         return "constant on the left (W @ x); only x @ W is supported" if is_left else TWO_ACTIVATIONS

@@ -179,9 +179,13 @@ def _start(
 
 
 def _disabled_optimizers(model: ModelProto) -> Sequence[str]:
-    """Return the optimizers of ONNX Runtime to disable for a model: one that crashes on float16 transformers."""
-    has_float16 = any(tensor.data_type == TensorProto.FLOAT16 for tensor in model.graph.initializer)
-    return ("NchwcTransformer",) if has_float16 else ()
+    """Return the optimizers of ONNX Runtime to disable for a model: one that crashes on float16 transformers.
+
+    Constants that are only cast to another type do not count: ONNX Runtime casts them before.
+    """
+    halves = {tensor.name for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT16}
+    nodes = [node for node in model.graph.node if node.op_type != "Cast"]
+    return ("NchwcTransformer",) if any(not halves.isdisjoint(reads(node)) for node in nodes) else ()
 
 
 @contextmanager
