@@ -67,6 +67,8 @@ NO_KERNEL = "ONNX Runtime has no integer kernel for ConvTranspose"  # a reason, 
 DYNAMIC = "dynamic"  # after the spec of an input in plans and reports
 DYNAMIC_SPEC = QuantSpec("uint8")  # what DynamicQuantizeLinear computes
 BYTE = 8  # bits
+TABLE_SPEC = QuantSpec("int8", granularity=PerAxis(0))  # of embeddings, if a rule for all layers has fewer bits
+TABLE_NOTE = "8 bits, because ONNX files store embeddings in bytes"
 # Time of attention (two matmuls, softmax, transposes) with both matmuls on integer kernels of ONNX Runtime 1.31,
 # relative to float, on one thread of a CPU with VNNI, for 32, 64, 128, 256 and 512 tokens (heads of equal total size):
 #   heads of 32: 1.09, 1.03, 0.99, 0.99, 1.06; of 64: 0.99, 0.88, 0.85, 0.82, 0.87; of 128: 0.95, 0.82, 0.80, 0.75, 0.74
@@ -320,7 +322,10 @@ def plan(
             is_chosen = is_named or (prefer == "speed" and _is_fast_matmul(graph, layer, target))
             lines.append(_plan_matmul(layer, decision, skipped=is_skipped, is_chosen=is_chosen))
             continue
+        is_widened = layer.node.op_type == "Gather" and _is_too_narrow(recipe, decision)
+        decision = replace(decision, weight=TABLE_SPEC) if is_widened else decision
         line = _plan_layer(graph, layer, decision, target, prefer, skipped=is_skipped, is_small=is_small)
+        line = replace(line, note=TABLE_NOTE) if is_widened and line.is_quantized else line
         lines.append(line if prefer == "accuracy" else _with_fast_weight(line, layer, target))
     if target.runtime != "onnxruntime" and any(line.dynamic_input is not None for line in lines):
         raise UnsupportedError(
@@ -410,6 +415,15 @@ def _plan_layer(
     note = "; ".join(filter(None, (note, group_note)))
     line = replace(line, weight=weight, input=input_spec, dynamic_input=dynamic_input, observer=decision.observer)
     return replace(line, nbytes_after=stored_nbytes(weight, layer.shape, widths), note=note)
+
+
+def _is_too_narrow(recipe: Recipe, decision: Decision) -> bool:
+    """Whether a rule for all layers gives an embedding fewer than 8 bits, which ONNX files store in bytes anyway."""
+    weight_rules = [recipe.rules[i] for i in decision.rules if recipe.rules[i].weight is not None]
+    is_general = bool(weight_rules) and weight_rules[-1].match == "*" and not weight_rules[-1].types
+    return (
+        is_general and decision.weight is not None and decision.weight.format.is_integer and decision.weight.bits < BYTE
+    )
 
 
 def _plan_matmul(layer: Layer, decision: Decision, *, skipped: bool, is_chosen: bool) -> LayerPlan:

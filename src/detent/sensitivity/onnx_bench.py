@@ -130,7 +130,8 @@ def open_recipe(
             exact_pattern(line.name) for line in recipe_plan.layers if line.reason in {EXCLUDED, NO_RULE}
         )
         plans = {
-            label: plan(prepared, Recipe([Rule(weight=spec)]), target=target, skip=(*skip, *unselected))
+            # The pattern is not "*", for which a plan would give embeddings at least 8 bits.
+            label: plan(prepared, Recipe([Rule("?*", weight=spec)]), target=target, skip=(*skip, *unselected))
             for label, spec in widths.items()
         }
     specs = {
