@@ -147,3 +147,9 @@ def test_accuracy_uses_the_labels_of_a_directory(photos):
     accuracy = measure_accuracy(model, model, photos)
     assert (accuracy.metric.name, accuracy.metric.samples, accuracy.metric.drop) == ("top1", 30, 0.0)
     assert measure_accuracy(classifier(7), classifier(7), photos).metric is None
+
+
+def test_models_with_other_outputs_are_an_error():
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[N, 2] x) => (float[N, 2] z) { z = Abs(x) }'
+    with pytest.raises(SpecError, match=r"outputs \['z'\], but the float model \['y'\]: pass two models"):
+        measure_accuracy(MODEL, parser.parse_model(text), [np.float32([[1, 2]])])

@@ -275,7 +275,12 @@ def measure_accuracy(
     (27.2, 1.0, 1.0)
     """
     float_model, quantized = load_model(source), load_model(artifact)
-    names = array_outputs(quantized.proto)
+    names, float_names = array_outputs(quantized.proto), array_outputs(float_model.proto)
+    if not set(names) <= set(float_names):
+        raise SpecError(
+            f"the quantized model has outputs {names}, but the float model {float_names}: pass two models that were "
+            "exported with the same names, or the float model from which the file was quantized"
+        )
     batches = open_batches(data, float_model.inputs)
     result: MetricResult | None = None
     checked = class_labels(float_model, batches, metric) if labels is None else as_array("labels", labels)
