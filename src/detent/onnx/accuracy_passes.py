@@ -17,7 +17,8 @@ meeting max_drop        which layers stay in float, so that a metric drops by at
 ======================= ===========================================================================================
 
 A pass that changes the model is kept only if it lowers the noise at the outputs. This is measured on samples to which
-the pass was not fitted.
+the pass was not fitted. Equalization and SmoothQuant must remove a fifth of the noise, or half of it if the SQNR is
+above 30 dB without them: a small gain on few samples may be a loss on others.
 ``effort`` says how much is measured: "fast" measures nothing at the outputs, "best" uses more samples of large models.
 """
 
@@ -62,7 +63,7 @@ from detent.onnx.fast_kernels import (
     recurrent_multiplications,
     with_last_layers,
 )
-from detent.onnx.float_fallback import NoiseByLayer, choose_float
+from detent.onnx.float_fallback import NEGLIGIBLE_NOISE, NoiseByLayer, choose_float
 from detent.onnx.graph_plan import PREFERENCES, GraphPlan, Preference
 from detent.onnx.layer_error import IsolatedLayers, ReferenceOutputs
 from detent.onnx.metric_search import MAX_DROP_REASON, MetricGoal, MetricSearch, ModelTrials, search_float_layers
@@ -93,6 +94,8 @@ MIN_SAMPLES, MIN_COMPARED = 4, 2  # samples that even the largest model uses
 CALIBRATION_RUNS, RECORDED_RUNS, MEASURED_RUNS = 3.0, 5.0, 80.0
 MIN_SECONDS_ANNOUNCED = 5.0
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
+MAX_CHANGED_NOISE = 0.8  # noise after equalization or SmoothQuant, relative to the noise before (1 dB)
+MAX_CHANGED_NOISE_SAFE = 0.5  # the same limit if the SQNR is above 30 dB (3 dB)
 MAX_CLIPPED_NOISE = 0.5  # if noise is measured only at single layers, clipping must remove half of it
 FALLBACK_REASON = "float fallback: quantizing this layer would cause much of the output noise"
 
@@ -418,7 +421,7 @@ def _choose_quantizers(
         placements = graph_plan.placements(calibration.ranges)
         ranges = ranges.with_new(placements, calibration)
     steps = (
-        *([f"ranges widened by {ranges.margin:g} standard deviations of per-sample bounds"] if ranges.margin else []),
+        *ranges.steps,
         *(f"8-bit weights for {name}: {share:.0%} less noise at the outputs" for name, share in widened.items()),
         *(f"kept {name} in float: {share:.0%} less noise at the outputs" for name, share in shares.items()),
     )
@@ -484,7 +487,7 @@ def _equalize_and_smooth(
                 changed = graph_plan.with_model(equalization.apply(copied(graph_plan.model), equalized))
                 noises = _min_max_noises("equalization", (graph_plan, changed), evaluated, memory_budget)
                 equalized, graph_plan, noise = (
-                    (equalized, changed, noises[1]) if noises[1] <= noises[0] else ((), graph_plan, noises[0])
+                    (equalized, changed, noises[1]) if _is_better(*noises) else ((), graph_plan, noises[0])
                 )
     if options.smooth:
         with running("SmoothQuant"):
@@ -492,7 +495,7 @@ def _equalize_and_smooth(
             if smoothed:
                 changed = graph_plan.with_model(smoothquant.apply(copied(graph_plan.model), smoothed))
                 noises = _min_max_noises("SmoothQuant", (graph_plan, changed), evaluated, memory_budget, noise)
-                smoothed, graph_plan = (smoothed, changed) if noises[1] <= noises[0] else ((), graph_plan)
+                smoothed, graph_plan = (smoothed, changed) if _is_better(*noises) else ((), graph_plan)
     is_changed = graph_plan.model is not plan.model
     return plan.with_model(graph_plan.model) if is_changed else plan, equalized, smoothed
 
@@ -506,8 +509,9 @@ def _min_max_noises(
 ) -> tuple[float, float]:
     """Measure the noise at the outputs before and after the pass ``name``, with min-max ranges; 0 without samples.
 
-    ``before`` is the noise before the pass, or None if it is unknown. If a tensor is empty in all samples, the noise
-    after the pass cannot be measured and is infinite.
+    The noise is the mean over samples and outputs, relative to the power of an output. ``before`` is the noise before
+    the pass, or None if it is unknown. If a tensor is empty in all samples, the noise after the pass cannot be measured
+    and is infinite.
     """
     if not samples:
         return 0.0, 0.0
@@ -517,10 +521,20 @@ def _min_max_noises(
     except NotCalibratedError as error:
         _log.info("%s was not applied, because the noise at the outputs cannot be measured: %s", name, error)
         return 0.0, inf
-    if noises[1] > noises[0]:
+    if not _is_better(*noises):
         percent = _percent(*noises)
-        _log.info("%s was not applied, because it would raise the noise at the outputs by %.0f %%", name, percent)
+        _log.info("%s was not applied, because it would change the noise at the outputs by %+.0f %%", name, percent)
     return noises
+
+
+def _is_better(before: float, after: float) -> bool:
+    """Return whether equalization or SmoothQuant removes enough noise.
+
+    >>> _is_better(0.1, 0.07), _is_better(1e-4, 0.7e-4), _is_better(1e-4, 0.4e-4)
+    (True, False, True)
+    """
+    limit = MAX_CHANGED_NOISE if before > NEGLIGIBLE_NOISE else MAX_CHANGED_NOISE_SAFE
+    return after <= limit * before
 
 
 def _percent(before: float, after: float) -> float:
@@ -528,12 +542,13 @@ def _percent(before: float, after: float) -> float:
 
 
 def _min_max_noise(graph_plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None) -> float:
-    """Measure the noise at the outputs with min-max ranges."""
+    """Measure the mean noise at the outputs with min-max ranges."""
     batches = open_batches(samples, inputs_of(graph_plan.model))
     groups = None if memory_budget is None else tensor_groups(graph_plan, batches, memory_budget)
     calibration = calibrate_groups(graph_plan, batches, groups, "minmax", False, None, tuple(samples))
     params = choose_params(graph_plan.placements(calibration.ranges), calibration, ())
-    return NoiseByLayer(graph_plan, params, samples).noise_without()
+    noise = NoiseByLayer(graph_plan, params, samples)
+    return noise.noise_without() / max(noise.count, 1)
 
 
 def _less_noise(

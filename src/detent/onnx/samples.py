@@ -29,7 +29,7 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 
 MAX_SAMPLES, MAX_SAMPLE_BYTES = 32, 64 << 20  # limits on the samples that are kept in memory
-MAX_EVALUATED = 8  # limit on the samples on which fitted values are evaluated
+MAX_EVALUATED = 16  # limit on the samples on which fitted values are evaluated
 MAX_BATCHES = 8  # limit if whole batches are samples
 
 
@@ -52,7 +52,7 @@ class Samples(NamedTuple):
     def of(cls, samples: Sequence[Feed], max_samples: int, num_compared: int) -> "Samples":
         """Split at most ``max_samples`` samples into fitted and evaluated ones; the last ``num_compared`` are compared.
 
-        Fitted values are evaluated on at most ``num_compared`` samples, 8 samples, or half of all samples, but on at
+        Fitted values are evaluated on at most ``num_compared`` samples, 16 samples, or half of all samples, but on at
         least one sample.
         """
         samples = samples[:max_samples]
