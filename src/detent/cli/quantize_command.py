@@ -150,6 +150,9 @@ def run(
     no_keep_float: Annotated[
         bool, typer.Option("--no-keep-float", help="No float fallback: quantize even the noisiest layers.", hidden=True)
     ] = False,
+    float16: Annotated[
+        bool, typer.Option("--float16", help="Store float parts of a float16 model in float16.", hidden=True)
+    ] = False,
     # Hidden, because the help of MODEL and the error message name it.
     trust_model: Annotated[
         bool, typer.Option("--trust-model", help="Load a .pt2 file, which can execute code from it.", hidden=True)
@@ -220,6 +223,7 @@ def run(
         "smooth": not no_smooth,
         "memory_budget": None if memory_budget is None else parse_bytes(memory_budget),
         "seed": seed,
+        "float16": float16,
         "force": allow_quantized,
     }
     _check_options(options)
@@ -382,7 +386,7 @@ def _split(
         return None
     label_array = None if labels is None else qe.read_labels(labels)
     is_searched = max_drop is not None
-    return qe.split_batches(source, data, eval_data=eval_data, labels=label_array, search=is_searched)
+    return qe.split_batches(source, data, eval_data=eval_data, labels=label_array, metric=metric, search=is_searched)
 
 
 def _check_limits(sqnr_db: float | None, agreement: float | None, data: Path | None, *, dry_run: bool) -> None:

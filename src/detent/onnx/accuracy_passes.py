@@ -135,6 +135,7 @@ class Options:
     seed: int = 0
     prefer: Preference = "balanced"
     effort: Effort = "balanced"
+    float16: bool = False
     metric: str = ""  # name of the metric, if max_drop is set
     max_drop: float | None = None
 

@@ -209,8 +209,9 @@ def observers_of_rules(plan: GraphPlan, placements: Iterable[QuantizerPlacement]
     by_group: dict[str, ObserverSpec] = {}
     for layer in plan.quantized:
         if layer.observer is not None and layer.input is not None:
-            for group in groups_of[plan.layers_by_name[layer.name].data]:
-                by_group.setdefault(group, layer.observer)
+            for tensor in plan.layers_by_name[layer.name].activations:
+                for group in groups_of[tensor]:
+                    by_group.setdefault(group, layer.observer)
     return by_group
 
 
@@ -372,15 +373,19 @@ def choose_clipped(
     leaving = _reaching_output(plan.graph, [layers[line.name].node.output[0] for line in plan.quantized])
     group_of = {each.tensor: each.group for each in placements if not each.source_tensor}
     readers = defaultdict(list)  # layers that read the codes of a group, by group
+    of_matmuls = set[str]()  # groups that a matmul of two activations reads, which keep their min-max range
     for line in plan.quantized:
         data = layers[line.name].data
-        if line.input is not None and data in group_of:
+        if line.weight is None:
+            of_matmuls.update(group_of[each] for each in layers[line.name].activations if each in group_of)
+        elif line.input is not None and data in group_of:
             readers[group_of[data]].append(line.name)
     first_of_group = [each for each in placements if each.group == each.tensor and not each.source_tensor]
     clippable = [
         each
         for each in first_of_group
         if each.tensor not in leaving
+        and each.group not in of_matmuls
         and not isinstance(calibration.observers[calibration.source(each.group)[0]], MinMax)
     ]
     unread = {each.group for each in clippable if not readers[each.tensor]}

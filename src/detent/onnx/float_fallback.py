@@ -67,7 +67,7 @@ def choose_float(
     spare = MAX_WEIGHT_SHARE * plan.nbytes_before
     total_work = sum(work.values()) or 1.0
     required = {
-        name: _required_gain(size / plan.nbytes_before, work.get(name, 0.0) / total_work)
+        name: _required_gain(size / max(1, plan.nbytes_before), work.get(name, 0.0) / total_work)
         for name, size in sizes.items()
     }
     kept: dict[str, float] = {}
@@ -79,7 +79,7 @@ def choose_float(
         alone = {name: each for name, each in alone.items() if each >= MIN_NOISE_SHARE * remaining}
         if not alone:
             break
-        name = max(alone, key=lambda name: alone[name] / sizes[name])
+        name = max(alone, key=lambda name: alone[name] / max(1, sizes[name]))
         changed = replan([*kept, name])
         without = noise.noise_of(changed)
         if changed.quantized and without < (1 - required[name]) * remaining:
@@ -259,7 +259,7 @@ def _owners(plan: GraphPlan, tensor: str, names: Sequence[str]) -> frozenset[str
 
     If there are none, return the layer that computes the tensor, directly or through a Relu or Clip.
     """
-    readers = frozenset(name for name in names if plan.layers_by_name[name].data == tensor)
+    readers = frozenset(name for name in names if tensor in plan.layers_by_name[name].activations)
     if readers:
         return readers
     producer = plan.graph.producer(tensor)

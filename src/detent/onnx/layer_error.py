@@ -71,7 +71,7 @@ class Probe:
 
 
 class IsolatedLayers:
-    """The quantized layers of a plan; each layer runs by itself, on a part of its input in each sample.
+    """The layers of a plan with quantized weights; each runs by itself, on a part of its input in each sample.
 
     When ``inputs`` is first called, the model runs on all samples and records the layers' inputs. ``memory_budget``
     limits the bytes that are recorded at once. With more samples, the part of the input that is used in each sample is
@@ -79,7 +79,8 @@ class IsolatedLayers:
     """
 
     def __init__(self, plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None = None) -> None:
-        self._layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
+        lines = [line for line in plan.quantized if line.weight is not None and line.type != "Gather"]
+        self._layers = {line.name: plan.layers_by_name[line.name] for line in lines}
         self._probes: dict[str, Probe] = {}
         self._inputs: list[dict[str, Array]] | None = None
         self._model, self._samples, self._budget = plan.model, samples, memory_budget

@@ -99,7 +99,7 @@ class Batches:
         self._labels: dict[int, Array] = {}
         self._notes: dict[str, None] = {}
         if note:
-            self._add_note(note)
+            self.add_note(note)
         self._begun: Iterator[tuple[int, Batch]] | None = None
         self._is_spent = False
         self._digest: Any = None
@@ -149,7 +149,8 @@ class Batches:
         """Notes for the user: preprocessing, and conversions of types in the batches read so far."""
         return tuple(self._notes)
 
-    def _add_note(self, note: str) -> None:
+    def add_note(self, note: str) -> None:
+        """Add a note for the user, unless it exists; subsets and copies of these batches have it, too."""
         if note not in self._notes:
             self._notes[note] = None
             _log.info("%s", note)
@@ -241,7 +242,7 @@ class Batches:
             feed[info.name] = info.convert(array, where)
             if feed[info.name].dtype != array.dtype:
                 verb = "rounded" if array.dtype.kind == "f" else "converted"
-                self._add_note(f"data: input {info.name!r} {verb} from {array.dtype} to {info.dtype}")
+                self.add_note(f"data: input {info.name!r} {verb} from {array.dtype} to {info.dtype}")
         if labels is not None:
             self._keep_labels(labels, number, samples_in(feed))
         return feed
@@ -357,7 +358,7 @@ def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_si
     count = known_length(source)
     batches = Batches(source, inputs, is_repeatable=not isinstance(source, Iterator), count=count)
     if type(getattr(source, "sampler", None)).__name__ == "RandomSampler":
-        batches._add_note("data: the loader shuffles in every pass, so results vary: pass a loader with shuffle=False")
+        batches.add_note("data: the loader shuffles in every pass, so results vary: pass a loader with shuffle=False")
     batches.check_first()
     return batches
 

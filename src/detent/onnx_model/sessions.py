@@ -59,6 +59,7 @@ __all__ = [
     "split_by_bytes",
     "tensor_bounds",
     "tensor_nbytes",
+    "tensor_shapes",
     "without_weights",
     "written_name",
 ]
@@ -178,9 +179,13 @@ def _start(
 
 
 def _disabled_optimizers(model: ModelProto) -> Sequence[str]:
-    """Return the optimizers of ONNX Runtime to disable for a model: one that crashes on float16 transformers."""
-    has_float16 = any(tensor.data_type == TensorProto.FLOAT16 for tensor in model.graph.initializer)
-    return ("NchwcTransformer",) if has_float16 else ()
+    """Return the optimizers of ONNX Runtime to disable for a model: one that crashes on float16 transformers.
+
+    Constants that are only cast to another type do not count: ONNX Runtime casts them before.
+    """
+    halves = {tensor.name for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT16}
+    nodes = [node for node in model.graph.node if node.op_type != "Cast"]
+    return ("NchwcTransformer",) if any(not halves.isdisjoint(reads(node)) for node in nodes) else ()
 
 
 @contextmanager
@@ -270,9 +275,10 @@ def kernels_of(
 ) -> dict[str, str]:
     """Map each layer to the operator that computes it in ONNX Runtime on this machine.
 
-    A layer that runs in float is mapped to the operator that reads its dequantized weight. ``names`` maps each constant
-    with codes to one layer that reads the codes; None reads this mapping from the model's metadata. The result also
-    contains other layers that share the codes. ``running`` is the optimized graph of the model; None computes it.
+    A layer that runs in float is mapped to the operator that reads its dequantized weight. A matmul of two activations
+    is included if it runs on an integer kernel. ``names`` maps each constant with codes to one layer that reads the
+    codes; None reads this mapping from the model's metadata. The result also contains other layers that share the
+    codes. ``running`` is the optimized graph of the model; None computes it.
     """
     if names is None:
         provenance = Provenance.read(model)
@@ -293,7 +299,9 @@ def kernels_of(
                 kernels[each] = own[0]
             else:
                 kernels[each] = by_name or written.get(each) or next(iter(readers), "float")
-    return kernels
+    integer = integer_kernels(graph.model)
+    matmuls = [name for name, kind in written.items() if kind == "MatMul" and name in integer and name not in kernels]
+    return kernels | {name: integer[name] for name in matmuls}  # of two activations
 
 
 def _split_by_tokens(operators: Mapping[str, str], layer: str) -> str:
@@ -410,7 +418,20 @@ def tensor_nbytes(
     nodes: Sequence[NodeProto] = (),
     optimize: bool = True,
 ) -> dict[str, int]:
-    """Map the names of intermediate tensors to their sizes in bytes, as float32 for one batch.
+    """Map the names of intermediate tensors to their sizes in bytes, as float32 for one batch (``tensor_shapes``)."""
+    shapes = tensor_shapes(model, names, feeds, nodes=nodes, optimize=optimize)
+    return {name: FLOAT_NBYTES * prod(shape) for name, shape in shapes.items()}
+
+
+def tensor_shapes(
+    model: ModelProto,
+    names: Sequence[str],
+    feeds: Mapping[str, Array],
+    *,
+    nodes: Sequence[NodeProto] = (),
+    optimize: bool = True,
+) -> dict[str, tuple[int, ...]]:
+    """Map the names of intermediate tensors to their shapes for one batch.
 
     ``names`` may include outputs of ``nodes``, which are added to the model temporarily. Shapes are inferred from the
     shapes in the batch. If this fails, the model runs with additional Shape nodes.
@@ -424,7 +445,7 @@ def tensor_nbytes(
         with ort_errors():
             results = session.run(outputs, dict(feeds))
         shapes = {name: tuple(np.asarray(shape).tolist()) for name, shape in zip(names, results, strict=True)}
-    return {name: FLOAT_NBYTES * prod(shapes[name]) for name in names}
+    return {name: tuple(shapes[name]) for name in names}
 
 
 def split_by_bytes(model: ModelProto, names: Iterable[str], feeds: Feed, budget: int | None) -> list[list[str]]:
