@@ -167,6 +167,23 @@ def test_rounding_does_not_make_a_bound_one_of_other_data():
     assert bounds.range("x", 0.0, 0)[1] == 12
 
 
+@pytest.mark.parametrize(("excess", "margin"), [(1.04, 0.0), (1.06, 0.5)])
+def test_no_margin_needs_more_evidence_than_a_small_one(excess, margin):
+    search = Searched(width)
+    full = width(choose_params(search.placements, search.seen, ()))
+
+    def measure(params, limit):  # the noise of all margins is equal, except without a margin
+        return sum(excess if width(each) < 1.0001 * full else 1.0 for each in params)
+
+    search.noise.noise_by_sample.side_effect = measure
+    search.bounds.range = Mock(wraps=search.bounds.range)
+    search.bounds.range.side_effect = lambda tensor, margin, fold=None: (
+        search.seen.range(tensor)[0] - margin,
+        search.seen.range(tensor)[1] + margin,
+    )
+    assert search.run().margin == margin
+
+
 def test_with_many_calibration_samples_ranges_end_at_the_bounds_of_all_data():
     hi = np.arange(32, dtype=np.float64)
     bounds = SampleBounds({"x": (0.0, 33.0)}, {"x": (np.zeros(32), hi)}, has_many=True)
