@@ -32,8 +32,16 @@ from detent.metrics import sqnr_db
 
 # None of these models was used for development.
 DYNAMIC_MODELS = ("mobileone", "deit")  # they accept any batch size
-COUNTED_MODELS = ("mnasnet", "regnet", "resnet-v2", "keyword-spotter", "conformer")
-SKIPPED_MODELS = ("mnasnet", "efficientnet", "deit")
+# The rules for ranges were changed after conformer, mnasnet and efficientnet did not meet the goals. The models in the
+# second lines were measured only after that.
+COUNTED_MODELS = (
+    *("mnasnet", "regnet", "resnet-v2", "keyword-spotter", "conformer"),
+    *("ghostnet", "centernet", "xception"),
+)
+SKIPPED_MODELS = (
+    *("mnasnet", "efficientnet", "deit"),
+    *("ghostnet", "centernet"),
+)
 ORDERS, BATCH_SIZES = 5, (1, 8, 32)
 SETS = {32: 4, 128: 3, 256: 3}  # sets of calibration samples, by their number of samples
 EVALUATED_SAMPLES, EVALUATED_SEED = 1536, 99
