@@ -122,6 +122,14 @@ class Fold:
         y = xp.astype(values * sign * new, weight.dtype)
         return y if spec.format.kind == "float" else xp.where(y == 0, torch.zeros_like(y), y)
 
+    def exported_scale(self, weight: Tensor, quantizer: Any) -> Tensor:
+        """Return the scales of the exported weight, computed in torch operations."""
+        if not quantizer.absorbs_gain:
+            scale: Tensor = quantizer.traced_values_for(self.with_gain(weight))[0]
+            return scale.detach().reshape(-1)
+        scale = quantizer.traced_values_for(weight)[0].detach()
+        return _scale_with_gain(scale, self.gain().to(scale.dtype)).reshape(-1)
+
     def bias(self, bias: Tensor | None) -> Tensor:
         """Return the bias of the layer after folding the batch norm: ``(b - mean) * g + beta``."""
         norm = self.norm

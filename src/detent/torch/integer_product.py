@@ -31,7 +31,7 @@ from detent.torch.arrays import to_array
 from detent.torch.exported_bias import bias_codes
 from detent.torch.integer_probe import Settings, convolve_codes, integer_kernels, multiply_codes, pack_convolution
 
-__all__ = ["MAX_TERMS", "InputCodes", "Requantization", "WeightCodes", "input_codes", "integer_product"]
+__all__ = ["MAX_TERMS", "SIGNED_SHIFT", "InputCodes", "Requantization", "WeightCodes", "input_codes", "integer_product"]
 
 MAX_TERMS = 33_155  # 255 * 127 * 33155 is half of the int32 range; the bias has the other half
 MAX_EXACT_FLOAT32 = 1 << 24  # float32 holds all integers up to this number

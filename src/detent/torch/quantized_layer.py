@@ -29,12 +29,15 @@ from detent.params import QuantParams
 from detent.spec import QuantSpec
 from detent.ste import Identity
 from detent.tensor import QuantizedTensor
+from detent.torch import integer_operator  # noqa: F401 - registers torch.ops.detent.multiply_quantized
 from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor
 from detent.torch.batchnorm import Fold, QuantizedNorm, unfused_weight
 from detent.torch.exported_bias import exported_bias
 from detent.torch.integer_product import Requantization, WeightCodes
 from detent.torch.layers import (
+    Convolution,
     LayerKind,
+    Matmul,
     Operand,
     QuantizedWeight,
     kind_of,
@@ -42,7 +45,7 @@ from detent.torch.layers import (
     multiply_codes,
     runs_as_matmul,
 )
-from detent.torch.operator import Values, apply_traced
+from detent.torch.operator import Values, apply_traced, rounded_zero_point
 from detent.torch.quantizer import FakeQuantize, Quantized
 from detent.torch.recomputation import Recording, is_recorded, once
 
@@ -75,6 +78,14 @@ class NextQuantizer:
         if quantizer.params.scale.ndim or (self.after_relu and int(quantizer.params.zero_point) != quantizer.spec.qmin):
             return None
         return Requantization.of(quantizer.params)
+
+    def tensors(self) -> tuple[Any, ...]:
+        """Return scale, zero point and range of the codes, for compiled code."""
+        quantizer = self.quantizer
+        if not quantizer.enabled or quantizer.is_passing or quantizer.scale.numel() != 1:
+            return ()
+        low, high = int(quantizer.spec.qmin), int(quantizer.spec.qmax)
+        return quantizer.scale, quantizer.zero_point, [low, high, 1] if self.after_relu else [low, high]
 
 
 def _has_channel_scales(spec: QuantSpec) -> bool:
@@ -257,6 +268,8 @@ class QuantizedMatmul(QuantizedLayer):
                 y = multiply_codes(kind, x, weight, operand, quantized.codes, bias, requantization)
             else:
                 y = matmul(kind, x, trained, self._as_exported(bias, operand, quantized), operand, quantized)
+        elif inputs is not None and weights is not None and self._compiles_codes(x):
+            y = self._compiled_product(kind, x, inputs, weights, bias)
         else:
             y = kind.forward(x if inputs is None else inputs(x), self._traced_weight(weight, weights), bias)
         return y.squeeze(0) if unbatched else y
@@ -276,6 +289,39 @@ class QuantizedMatmul(QuantizedLayer):
             return False
         return x.dtype != torch.float64
 
+    def _compiles_codes(self, x: Tensor) -> bool:
+        """Return whether compiled code multiplies codes; exported programs multiply floats, which any runtime has."""
+        if self.arithmetic == "float" or x.dtype != torch.float32 or x.device.type != "cpu":
+            return False
+        return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+    def _compiled_product(
+        self, kind: Matmul, x: Tensor, inputs: FakeQuantize, weights: FakeQuantize, bias: Tensor | None
+    ) -> Tensor:
+        """Multiply codes in compiled code, by ``torch.ops.detent.multiply_quantized``."""
+        fold, weight = self.fold, self.weight
+        is_fused = fold is not None and fold.is_fused
+        x_scale, x_zero_point = inputs.traced_values_for(x)
+        quantized = apply_traced(x, x_scale, x_zero_point, inputs.spec, inputs.ste, learned=inputs.is_learned)
+        if is_fused and fold is not None:
+            values, w_scale = self._traced_weight(weight, weights), fold.exported_scale(weight.detach(), weights)
+        else:
+            factor = self._factor(weight, weights)
+            scaled = weight if factor is None else weight * factor
+            scale, zero_point = weights.traced_values_for(scaled)
+            values = apply_traced(scaled, scale, zero_point, weights.spec, weights.ste, learned=weights.is_learned)
+            values = values if factor is None else values / factor
+            w_scale = scale.detach().reshape(-1) / (1.0 if factor is None else factor.reshape(-1))
+        rounded = x_zero_point.detach()
+        rounded = rounded_zero_point(rounded, inputs.spec) if rounded.is_floating_point() else rounded
+        settings = [*kind.stride, *kind.padding, *kind.dilation, kind.groups] if isinstance(kind, Convolution) else []
+        float_bias = fold is not None and not is_fused
+        following = None if self.training or torch.is_grad_enabled() else self._following(x, bias)
+        output = () if following is None else following.tensors()
+        scales = x_scale.detach(), rounded, w_scale, inputs.spec.format.signed
+        y: Tensor = torch.ops.detent.multiply_quantized(quantized, values, bias, *scales, settings, float_bias, *output)
+        return y
+
     def _as_exported(self, bias: Tensor | None, operand: Operand, quantized: QuantizedWeight) -> Tensor | None:
         """Round the bias of a float product as it is exported, if this is requested."""
         is_float = self.bias_rule == "float" or quantized.codes is not None
@@ -283,18 +329,16 @@ class QuantizedMatmul(QuantizedLayer):
             return bias
         return exported_bias(bias, quantized.scale * float(operand.values.params.scale))
 
-    def _requantization(self, x: Tensor, bias: Tensor | None) -> Requantization | None:
-        """Return the parameters of the quantizer that ONNX Runtime fuses into this layer, or None."""
+    def _following(self, x: Tensor, bias: Tensor | None) -> NextQuantizer | None:
+        """Return the quantizer that ONNX Runtime may fuse into this layer, or None."""
         if self.weight.ndim == 2 and x.ndim != 2 and bias is not None:
             return None  # the exported MatMul is followed by an Add
         own = self.quantizer("output_quantizer")
-        if own is not None:
-            following = NextQuantizer(own, after_relu=False)
-        elif self.next_quantizer is not None:
-            following = self.next_quantizer
-        else:
-            return None
-        return following.requantization()
+        return self.next_quantizer if own is None else NextQuantizer(own, after_relu=False)
+
+    def _requantization(self, x: Tensor, bias: Tensor | None) -> Requantization | None:
+        following = self._following(x, bias)
+        return None if following is None else following.requantization()
 
     def finish_output(self, y: Tensor) -> Tensor:
         """Quantize the output, after the batch norm."""
