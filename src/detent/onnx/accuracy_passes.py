@@ -54,6 +54,7 @@ from detent.onnx.calibration import (
     range_decisions,
     tensor_groups,
 )
+from detent.onnx.calibration_items import Survey, survey_data
 from detent.onnx.decisions import Decisions, Equalized, QuantizerPlacement, Smoothed
 from detent.onnx.fast_kernels import (
     SLOW_REASON,
@@ -72,11 +73,12 @@ from detent.onnx.quality_warnings import DataSummary
 from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx.range_search import MIN_SAMPLES as MIN_RANGE_SAMPLES
 from detent.onnx.range_search import ChosenRanges, SampleBounds, search_ranges
-from detent.onnx.samples import Samples, choose_samples
+from detent.onnx.samples import Samples, choose_samples, choose_surveyed
 from detent.onnx_model.batches import Batches, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, copied
 from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
+from detent.onnx_model.workspace import Workspace
 from detent.rule import ObserverLike, get_observer_spec
 
 __all__ = ["EFFORTS", "Decided", "Effort", "KeepFloat", "Options", "RunOptions", "decide_with_data", "reject_empty"]
@@ -178,6 +180,7 @@ class RunOptions:
     memory_budget: int | None = None
     progress: Progress | None = None
     resume_file: str | PathLike[str] | None = None
+    workspace: Workspace | None = None  # with a workspace, workers run the model
 
     def __post_init__(self) -> None:
         if self.memory_budget is not None:
@@ -224,7 +227,7 @@ def decide_with_data(
     reject_empty(graph_plan)
     groups = _tensor_groups(graph_plan, batches, run)  # fails early if the budget is too small
     with running("choosing samples"):
-        chosen = choose_samples(graph_plan.model, batches)
+        batches, survey, chosen = _survey(graph_plan.model, batches, run.workspace)
         # If batches are not cut, a whole batch is a sample.
         total = sum(work.values()) + recurrent_multiplications(graph_plan.graph, batches.check_first())
         per_sample = total * samples_in(chosen[0]) / samples_in(batches.check_first())
@@ -235,9 +238,11 @@ def decide_with_data(
         groups = _tensor_groups(graph_plan, batches, run)  # SmoothQuant inserted Mul nodes
     progress = True if run.progress is None else run.progress
     with running("calibration"):
-        calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.resume_file, chosen)
+        calibration = calibrate_groups(
+            graph_plan, batches, groups, options.observer, progress, run.resume_file, chosen, run.workspace, survey
+        )
     isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
-    choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run.memory_budget)
+    choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run)
     graph_plan = choice.plan
     facts = replace(facts, data=calibration.fingerprint, equalized=equalized, smoothed=smoothed)
     assembly = _Assembly(facts, calibration, choice.ranges)
@@ -254,6 +259,17 @@ def decide_with_data(
             biases |= corrected_biases(choice.unkept_plan, params, isolated, len(samples.fitted))
         replan = partial(_with_float, choice.unkept_plan, work, options, set(calibration.ranges), choice.kept)
         return _meet_goal(decided, choice, replace(assembly, biases=biases), replan, original, goal)
+
+
+def _survey(
+    model: ModelProto, batches: Batches, workspace: Workspace | None
+) -> tuple[Batches, Survey | None, tuple[Feed, ...]]:
+    """Choose samples. With a workspace, workers read the data; then the batches are in files, with facts about them."""
+    if workspace is None:
+        return batches, None, choose_samples(model, batches)
+    batches = workspace.in_files(batches)
+    survey = survey_data(workspace, workspace.add_model(model), batches)
+    return batches, survey, choose_surveyed(model, batches, survey.facts)
 
 
 def _with_biases(
@@ -385,7 +401,7 @@ def _choose_quantizers(
     samples: Samples,
     work: Mapping[str, float],
     options: Options,
-    memory_budget: int | None,
+    run: RunOptions,
 ) -> _Choice:
     """Choose ranges of activations, bits of weights, and layers to keep in float."""
     with running("choosing ranges"):
@@ -401,10 +417,10 @@ def _choose_quantizers(
         return _Choice(graph_plan, ranges, graph_plan)
     can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
     with running("measuring noise at the outputs"):
-        noise = NoiseByLayer(graph_plan, ranges.params, samples.compared)
+        noise = NoiseByLayer(graph_plan, ranges.params, samples.compared, run.workspace)
     if clipped is not None:
         with running("searching ranges"):
-            ranges = _searched_ranges(noise, graph_plan, placements, calibration, clipped, samples, memory_budget)
+            ranges = _searched_ranges(noise, graph_plan, placements, calibration, clipped, samples, run.memory_budget)
             noise.set_params({name: each for name, each in ranges.params.items() if noise.can_replace(name)})
     widened: dict[str, float] = {}
     if can_widen:
