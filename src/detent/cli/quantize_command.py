@@ -42,6 +42,7 @@ from detent.cli.options import (
 )
 from detent.cli.program_file import Program, load_source, onnx_file
 from detent.cli.screen import Screen
+from detent.cli.workers import Ray, WatchedExecutor, WorkDirectory, Workers, open_executor
 from detent.errors import SpecError
 from detent.recipe import skip_flag
 from detent.tables import bytes_text, counted, parse_bytes
@@ -94,6 +95,9 @@ def run(
         Path | None,
         typer.Option(metavar="FILE", help="Save calibration state; resume if the file exists.", hidden=True),
     ] = None,
+    workers: Workers = None,
+    ray: Ray = None,
+    work_directory: WorkDirectory = None,
     allow_quantized: Annotated[
         bool,
         typer.Option("--allow-quantized", help="Accept a model that is already partly quantized.", hidden=True),
@@ -259,7 +263,8 @@ def run(
         qe.check_metric(source, split, metric)
         options |= split.search_arguments(metric, max_drop)
     job = _Job(screen, split, output_path, report, str(context.obj or ""), metric, program)
-    evaluation = job.run(source, options, checks)
+    with open_executor(workers, ray, work_directory) as (executor, arguments):
+        evaluation = job.run(source, options | arguments, checks, executor)
     missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
     _show_evaluation(screen, evaluation, report)
     screen.emit(_document(model, evaluation, missed, report, strict=strict))
@@ -286,9 +291,15 @@ class _Job:
     metric: str | None
     program: Program | None
 
-    def run(self, source: "LoadedModel", options: Mapping[str, Any], checks: "Checks") -> "Evaluation":
+    def run(
+        self,
+        source: "LoadedModel",
+        options: Mapping[str, Any],
+        checks: "Checks",
+        executor: WatchedExecutor | None = None,
+    ) -> "Evaluation":
         """Quantize, evaluate and write the report; of a program, also write the float ONNX model."""
-        result = self._quantize(source, options)
+        result = self._quantize(source, options, executor)
         if self.program is not None:
             source = self.program.write(self.screen, source)
         try:
@@ -297,14 +308,17 @@ class _Job:
             self.screen.note(f"{self.output} is complete: it was written before this error")
             raise
 
-    def _quantize(self, source: "LoadedModel", options: Mapping[str, Any]) -> "QuantizeReport":
+    def _quantize(
+        self, source: "LoadedModel", options: Mapping[str, Any], executor: WatchedExecutor | None
+    ) -> "QuantizeReport":
         import detent.onnx as qo  # noqa: PLC0415 - already loaded
         from detent.onnx.pass_errors import listening  # noqa: PLC0415
 
         data = None if self.split is None else self.split.calibration
         batches = "" if data is None else f" with {counted(data.count or 0, 'batch', ',')}"
         self.screen.note(f"quantizing {source.path if self.program is None else self.program.path}{batches}")
-        with self.screen.progress("calibrating") as step, listening(self.screen.passed, self.screen.note):
+        watched = self.screen.progress("calibrating", executor)
+        with watched as step, listening(self.screen.passed, self.screen.note):
             # If nothing is held out, the evaluation runs on the calibration batches anyway.
             compare = self.split is not None and self.split.is_held_out
             result = qo.quantize(source, self.output, data, progress=step, compare=compare, **options)

@@ -17,6 +17,7 @@ from detent.kernels.reductions import (
     minmax,
     observe,
     pack_bits,
+    scale_sums,
     tree_sum,
     unpack_bits,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "observe",
     "pack_bits",
     "power_of_two",
+    "scale_sums",
     "set_num_threads",
     "tree_sum",
     "unpack_bits",

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -50,6 +51,7 @@ from detent.onnx_model.sessions import (
     runtime_record,
 )
 from detent.onnx_model.targets import Target, get_target
+from detent.onnx_model.workspace import open_workspace
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike
 from detent.scale_mode import PerBatch
@@ -249,6 +251,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     memory_budget: int | None = None,
     progress: Progress | None = None,
     resume_file: str | PathLike[str] | None = None,
+    executor: Executor | None = None,
+    work_directory: str | PathLike[str] | None = None,
     seed: int = 0,
     force: bool = False,
     compare: bool = True,
@@ -292,6 +296,11 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         progress: whether to show a progress bar on a terminal (None means True), or a callback f(batches_done, total);
             total is None if unknown.
         resume_file: the file where calibration saves its state; if it exists, calibration resumes from it.
+        executor: anything with the interface of ``concurrent.futures.Executor``, such as a ProcessPoolExecutor or
+            ``detent.cluster.ray_executor()``. Its workers read the data, calibrate, and measure noise; the file has the
+            same bytes as without an executor.
+        work_directory: a directory that all workers see, for the model that they run; None for the directory of the
+            model. Data in memory are written to this directory, so they need one.
         seed: random seed for choosing the rows on which SmoothQuant is evaluated.
         force: accept a model that is already quantized.
         compare: run both models on up to 32 calibration samples and report ``output_sqnr_db``.
@@ -336,9 +345,10 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     passes: dict[str, float] = {}
     with listening(lambda name, seconds: passes.update({name: passes.get(name, 0.0) + seconds})):
         original = _load(model)
-        run = RunOptions(memory_budget, progress, resume_file)
         batches = _checked_data(original, data, rules)
-        decided = _decide(original, batches, rules, target, options, run, metric_options, force=force)
+        with open_workspace(executor, work_directory, original.path) as workspace:
+            run = RunOptions(memory_budget, progress, resume_file, workspace)
+            decided = _decide(original, batches, rules, target, options, run, metric_options, force=force)
         with running("rewriting"):
             quantized = rewrite(original, decided.decisions)
         samples = decided.samples if compare else ()
@@ -397,6 +407,8 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     memory_budget: int | None = None,
     progress: Progress | None = None,
     resume_file: str | PathLike[str] | None = None,
+    executor: Executor | None = None,
+    work_directory: str | PathLike[str] | None = None,
     seed: int = 0,
     force: bool = False,
     max_drop: float | str | None = None,
@@ -421,10 +433,11 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     )
     metric_options = MetricOptions.of(max_drop, metric, eval_data, labels)
     recipe, target = get_recipe(recipe), get_target(target)
-    run = RunOptions(memory_budget, progress, resume_file)
     original = _load(model)
     batches = _checked_data(original, data, recipe)
-    return _decide(original, batches, recipe, target, options, run, metric_options, force=force).decisions
+    with open_workspace(executor, work_directory, original.path) as workspace:
+        run = RunOptions(memory_budget, progress, resume_file, workspace)
+        return _decide(original, batches, recipe, target, options, run, metric_options, force=force).decisions
 
 
 @dataclass(frozen=True)

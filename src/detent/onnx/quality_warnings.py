@@ -121,6 +121,19 @@ class DataSummary:
                 else:
                     self.integers.discard(name)
 
+    def merge(self, other: "DataSummary") -> None:
+        """Add the batches of another summary."""
+        self.samples += other.samples
+        for name, (lo, hi) in other.ranges.items():
+            if name not in self.ranges:
+                self.ranges[name] = lo, hi
+                self.integers |= other.integers & {name}
+                continue
+            own = self.ranges[name]
+            self.ranges[name] = min(own[0], lo), max(own[1], hi)
+            if name not in other.integers:
+                self.integers.discard(name)
+
 
 def quantize_warnings(
     plan: GraphPlan,

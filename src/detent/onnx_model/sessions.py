@@ -47,6 +47,7 @@ __all__ = [
     "SPINNING",
     "Probe",
     "Reading",
+    "Recorder",
     "array_outputs",
     "integer_kernels",
     "kernels_of",
@@ -518,17 +519,28 @@ def _inferred_shapes(
 
 def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, threads: int = 0) -> Iterator[Feed]:
     """Run a model on each batch, and yield a dict from ``names`` to the arrays of these tensors."""
-    tensors = list(dict.fromkeys(names))
-    inputs = Graph(model).inputs
-    computed = [name for name in tensors if name not in inputs]
-    with _more_outputs(model, computed):
-        session = make_session(model, threads=threads)
-    for feed in feeds:
-        with ort_errors():
-            results = dict(zip(computed, session.run(computed, feed), strict=True)) if computed else {}
-        arrays = {name: results[name] if name in results else feed[name] for name in tensors}
-        del results
-        yield arrays
+    return Recorder(model, names, threads=threads).run(feeds)
+
+
+class Recorder:
+    """A session that computes intermediate tensors of a model; it can run any number of times."""
+
+    def __init__(self, model: ModelProto, names: Iterable[str], *, threads: int = 0) -> None:
+        self._tensors = list(dict.fromkeys(names))
+        inputs = Graph(model).inputs
+        self._computed = [name for name in self._tensors if name not in inputs]
+        with _more_outputs(model, self._computed):
+            self._session = make_session(model, threads=threads)
+
+    def run(self, feeds: Iterable[Feed]) -> Iterator[Feed]:
+        """Run the model on each batch, and yield a dict with the arrays of the tensors."""
+        names = self._computed
+        for feed in feeds:
+            with ort_errors():
+                results = dict(zip(names, self._session.run(names, feed), strict=True)) if names else {}
+            arrays = {name: results[name] if name in results else feed[name] for name in self._tensors}
+            del results
+            yield arrays
 
 
 def record_in_parts(

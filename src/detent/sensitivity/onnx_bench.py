@@ -85,8 +85,9 @@ class OnnxLayerRunner:
         """Yield all pairs of a group and a candidate that the group supports."""
         return ((group, option) for group in self.groups for option in self.options if option in group.nbytes)
 
-    def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """Yield the outputs of float type with some groups quantized."""
+    def outputs(self, options: Mapping[str, str], batches: range | None = None) -> Iterator[Sequence[Array]]:
+        """Yield the outputs of float type with some groups quantized; ``batches`` are batch numbers, None for all."""
+        feeds = self._feeds if batches is None else self._feeds[batches.start : batches.stop]
         weights, flags = dict[str, Array](), list[str]()
         for group in self.groups:
             label = group.names[0]
@@ -95,7 +96,7 @@ class OnnxLayerRunner:
                 continue
             flags += [self._flags[name] for name in group.names if name in self._flags]
             weights[label] = self._fake_quantized(label, self._specs[option][label])
-        return (self._model.run(self.names, feed, weights, flags) for feed in self._feeds)
+        return (self._model.run(self.names, feed, weights, flags) for feed in feeds)
 
     def _fake_quantized(self, label: str, spec: QuantSpec) -> Array:
         """Fake-quantize a weight; the params are cached, because a search quantizes the same weight many times."""

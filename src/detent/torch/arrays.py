@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._prims_common import suggest_memory_format as _suggest_memory_format
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -42,6 +43,7 @@ __all__ = [
     "fingerprint",
     "float_outputs",
     "full_tensor",
+    "is_channels_last",
     "is_distributed",
     "is_plain",
     "on_cpu",
@@ -160,6 +162,12 @@ def _with_axis(spec: QuantSpec, axis: int) -> QuantSpec:
     return spec.replace(granularity=PerAxis(axis))
 
 
+def is_channels_last(x: Tensor) -> bool:
+    """Return whether PyTorch takes x for a channels-last tensor; strides decide, even of axes of size 1."""
+    return x.ndim in _CHANNELS_LAST and _suggest_memory_format(x) == _CHANNELS_LAST[x.ndim]
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 MAX_COPIED_ELEMENTS = 64  # up to this size, a key contains the bytes of a tensor; above it, a checksum is faster
 
 

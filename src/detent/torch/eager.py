@@ -27,6 +27,7 @@ __all__ = [
     "fake_quantize_masked",
     "learned_backward",
     "masked_backward",
+    "quantize",
 ]
 
 Array = NDArray[Any]
@@ -44,6 +45,15 @@ def fake_quantize(x: Tensor, params: QuantParams, step: int = 0, slot: Slot | No
     y = borrow(slot, data)
     _plan("fake_quantize", data, order.spec).run(to_array(data), params, out=to_array(y), step=step)
     return order.restore(y)
+
+
+def quantize(x: Tensor, params: QuantParams) -> Tensor:
+    """Quantize x to codes of one byte, in the memory order of x; a NaN in x is an error."""
+    order = order_of(x, params.spec)
+    data = order.lay(x)
+    codes = _new_codes(data, params.spec)
+    _plan("quantize", data, order.spec).run(to_array(data), params, out=to_array(codes))
+    return order.restore(codes)
 
 
 def fake_quantize_masked(x: Tensor, params: QuantParams, ste: Estimator, step: int = 0) -> tuple[Tensor, Tensor, Order]:
@@ -99,24 +109,28 @@ def bounds(x: Tensor, spec: QuantSpec) -> tuple[Array, Array, int]:
 
 
 def fake_quantize_dynamic(
-    x: Tensor, spec: QuantSpec, slot: Slot | None = None
+    x: Tensor, spec: QuantSpec, slot: Slot | None = None, *, to_codes: bool = False
 ) -> tuple[Tensor, QuantParams, int] | None:
-    """Compute the range of x and fake-quantize x, in one pass over memory.
+    """Compute the range of x and fake-quantize x, in one pass over memory; ``to_codes`` quantizes instead.
 
-    Returns the fake-quantized x, the parameters, and the number of non-finite elements. Returns None if no kernel
-    supports the spec and the type of x.
+    Returns the fake-quantized x or the codes, the parameters, and the number of non-finite elements. Returns None if
+    no kernel supports the spec and the type of x.
     """
     order = order_of(x, spec)
     data = order.lay(x)
-    y = borrow(slot, data)
+    y = _new_codes(data, spec) if to_codes else borrow(slot, data)
     tiling = order.spec.granularity.tiling(tuple(data.shape))
     problem = Problem("fake_quantize", tiling, FLOAT_TYPES[x.dtype], order.spec, None, "propagate")
-    observed = observe(problem, to_array(data), to_array(y))
+    observed = observe(problem, to_array(data), to_array(y), to_codes=to_codes)
     if observed is None:
         return None
     lo, hi, scale, zero_point, nonfinite = observed
     params = QuantParams.trusted(spec, Parameters(scale, zero_point.astype("int32")), lo, hi)
     return order.restore(y), params, nonfinite
+
+
+def _new_codes(data: Tensor, spec: QuantSpec) -> Tensor:
+    return torch.empty(data.shape, dtype=torch.int8 if spec.format.signed else torch.uint8)
 
 
 def _plan(operation: str, data: Tensor, spec: QuantSpec, ste: Estimator | None = None) -> Plan:

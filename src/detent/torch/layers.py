@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detent.checks import as_integer
-from detent.errors import SpecError
+from detent.errors import NaNError, SpecError
 from detent.ste import Estimator, Identity
 from detent.torch import eager
-from detent.torch.arrays import Slot
+from detent.torch.arrays import Slot, is_channels_last
 from detent.torch.batchnorm import unfused_weight
+from detent.torch.integer_product import Requantization, WeightCodes, input_codes, integer_product
 from detent.torch.operator import (
     Values,
     apply,
@@ -47,6 +48,7 @@ __all__ = [
     "float_class_of",
     "kind_of",
     "matmul",
+    "multiply_codes",
     "register_layer",
     "runs_as_matmul",
 ]
@@ -256,6 +258,8 @@ class QuantizedWeight(NamedTuple):
     factor: Tensor | None  # factor of a folded batch norm, see ``unfused_weight``
     tensor: Tensor  # the fake-quantized weight
     keep: bool = False  # whether ``tensor`` stays in memory; if not, backward computes it again
+    codes: WeightCodes | None = None  # if given, forward multiplies codes; ``tensor`` is then only for backward
+    scale: Tensor | None = None  # scale of the exported bias is x_scale times this; None if the bias is not rounded
 
     def requantize(self, weight: Tensor) -> Tensor:
         """Compute ``tensor`` again from the float weight, in scratch memory."""
@@ -277,6 +281,30 @@ def matmul(
     return y
 
 
+def multiply_codes(
+    kind: Matmul,
+    x: Tensor,
+    weight: Tensor,
+    operand: Operand,
+    codes: WeightCodes,
+    bias: Tensor | None,
+    requantization: Requantization | None = None,
+) -> Tensor:
+    """Multiply the codes of x by the codes of the weight, without gradients; see ``integer_product``.
+
+    The output has the memory format that a float convolution of x and ``weight`` has.
+    """
+    assert operand.values is not None  # noqa: S101 - integer layers quantize their input
+    convolution = kind if isinstance(kind, Convolution) else None
+    channels_last = convolution is not None and (is_channels_last(x) or is_channels_last(weight))
+    try:
+        coded = input_codes(x, operand.values.params)
+        y = integer_product(coded, codes, bias, convolution, requantization, channels_last=channels_last)
+    except NaNError:  # NaN has no code: floats show it in the output
+        y = kind.forward(operand.quantize(x, "input"), codes.dequantized(x.dtype), bias)
+    return y.to(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype)
+
+
 _EMPTY = torch.empty(0)
 
 
@@ -292,8 +320,10 @@ class _QuantizedMatmul(torch.autograd.Function):
         *_, kind, operand, quantized = rest
         operand = operand.for_backward()
         ctx.save_for_backward(x, weight)
-        kept = quantized if quantized.keep else quantized._replace(tensor=_EMPTY)
+        kept = quantized._replace(codes=None) if quantized.keep else quantized._replace(tensor=_EMPTY, codes=None)
         ctx.call = kind, operand, kept._replace(operand=quantized.operand.for_backward())
+        if quantized.codes is not None:
+            return multiply_codes(kind, x, weight, operand, quantized.codes, bias)
         y: Tensor = kind.forward(operand.quantize(x, "input"), quantized.tensor, bias)
         return y
 
