@@ -22,12 +22,14 @@ tampering = importlib.import_module("tampering")
 small_models = importlib.import_module("small_models")
 fuzz_verify = importlib.import_module("fuzz_verify")
 
+ATTENTION = dt.Recipe([*dt.Recipe.preset("w8a8").rules, dt.Rule(types="ActivationMatMul", input="uint8")])
 OPTIONS = {
     "cnn": (small_models.cnn, {"skip": small_models.SKIPPED, "keep_float": "none"}),
     "transformer": (small_models.transformer, {}),
     "cnn-w4a8": (small_models.cnn, {"recipe": "w4a8", "target": "onnxruntime-avx2"}),
     "transformer-w4a16": (small_models.transformer, {"recipe": "w4a16-g32"}),
     "transformer-dynamic": (small_models.transformer, {"recipe": "w8a8-dynamic"}),
+    "transformer-attention": (small_models.transformer, {"recipe": ATTENTION}),
 }
 CACHE = {}
 

@@ -10,7 +10,7 @@ from typing import Literal
 from onnx import NodeProto
 
 from detent.onnx_model.graph import DEQUANTIZE, MOVING, node_name, trace_back
-from detent.onnx_model.layers import QUANTIZED_ALREADY, layers_of
+from detent.onnx_model.layers import QUANTIZED_ALREADY, TWO_ACTIVATIONS, layers_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import kernels_of
 
@@ -96,6 +96,8 @@ class _Finder:
             quantizer = None if node.op_type == "Gather" else self._quantizer(node, weight)
             float_weight = line.weight if line is not None and weight is None else ""
             reason = "" if line is None or line.reason == QUANTIZED_ALREADY else line.reason
+            if line is not None and line.second and quantizer is None:
+                reason = TWO_ACTIVATIONS
             result = "" if integer is None else self._float_result(node)
             layers.append(FileLayer(self._name(node, weight), node, weight, quantizer, float_weight, reason, result))
         inner = [each for key, each in float_layers.items() if key not in main]

@@ -46,7 +46,7 @@ def unfused_weight(
     if factor is None:
         return quantize(weight)
     quantized = quantize(weight * factor)
-    return quantized.div_(factor) if in_place else quantized / factor
+    return quantized.div_(factor) if in_place else xp.divide(quantized, factor)
 
 
 class Fold:

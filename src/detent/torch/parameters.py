@@ -460,7 +460,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
         (initial,) = ctx.saved_tensors
-        return None, g / initial
+        return None, traced_namespace.divide(g, initial)
 
 
 class _ZeroPoint(torch.autograd.Function):
@@ -470,7 +470,8 @@ class _ZeroPoint(torch.autograd.Function):
 
     @staticmethod
     def forward(initial: Tensor, shift: Tensor, scale: Tensor, span: float) -> Tensor:
-        return initial + span * shift.to(scale.dtype)
+        move = shift.to(scale.dtype)
+        return initial + traced_namespace.multiply(torch.full_like(move, span), move)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:
@@ -480,7 +481,7 @@ class _ZeroPoint(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None, None]:
         (scale,) = ctx.saved_tensors
-        return None, g / (ctx.span * scale * scale), None, None
+        return None, traced_namespace.divide(g, ctx.span * scale * scale), None, None
 
 
 class _ReverseModeScale(_Scale):

@@ -159,7 +159,7 @@ class SegmentCheck:
         graph, layers = self._graph, {layer.name: layer for layer in layers_of(self._graph)}
         nodes = {node_name(node): node for node in graph.nodes}
         for line in decisions.layers:
-            if not line.is_quantized or line.dynamic_input is not None:
+            if line.weight is None or line.dynamic_input is not None:
                 continue
             layer, node = layers[line.name], nodes[line.name]
             weight = fake_quantize(graph.array(layer.weight), line.weight_params)
