@@ -31,7 +31,7 @@ from detent.errors import DetentError
 from detent.onnx.decisions import Decisions, Equalized, LayerDecision, QuantizerPlacement, RangeDecision, Smoothed
 from detent.onnx.quantized_graph import float_form, write_quantizers
 from detent.onnx.stored_decisions import read_decisions, to_metadata
-from detent.onnx_model.graph import array_of, make_tensor
+from detent.onnx_model.graph import array_of, make_tensor, reads
 from detent.onnx_model.provenance import KEY, Provenance
 from detent.spec import QuantSpec
 
@@ -422,7 +422,7 @@ def _duplicate(model: ModelProto, site: Site, _rng: np.random.Generator) -> Name
 
 def _independent(model: ModelProto) -> list[Site]:
     nodes = model.graph.node
-    return [i for i in range(len(nodes) - 1) if not set(nodes[i].output) & set(nodes[i + 1].input)]
+    return [i for i in range(len(nodes) - 1) if not set(nodes[i].output) & set(reads(nodes[i + 1]))]
 
 
 @_edit("nodes reordered", _independent)

@@ -19,8 +19,8 @@ from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.observers import best_params
 from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.placement import place_quantizers
-from detent.onnx_model.graph import MATMULS, Graph, attribute_of, describe, node_name
-from detent.onnx_model.layers import Layer, layers_of
+from detent.onnx_model.graph import MATMULS, Graph, attribute_of, describe, subgraphs
+from detent.onnx_model.layers import RECURRENT, Layer, all_nodes, layers_of
 from detent.onnx_model.targets import Target, get_target
 from detent.params import QuantParams
 from detent.recipe import EXCLUDED, NO_RULE, Decision, PlanTotals, Recipe, get_recipe, skipped_names
@@ -33,6 +33,7 @@ from detent.tables import html_table, short_name, table_lines
 __all__ = [
     "NO_KERNEL",
     "PREFERENCES",
+    "WEIGHT_ONLY",
     "GraphPlan",
     "LayerPlan",
     "Preference",
@@ -49,6 +50,7 @@ Preference = Literal["speed", "balanced", "accuracy"]
 PREFERENCES: tuple[Preference, ...] = ("speed", "balanced", "accuracy")
 
 MINMAX_BITS = 8  # weights with at least 8 bits get their min-max range; with fewer bits, their MSE-optimal range
+WEIGHT_ONLY = "only its weight is quantized"  # start of a note
 PADDED = "ONNX files store its weight in"  # start of a note
 SLOW_BITS = 16  # ONNX Runtime has no integer kernels for 16-bit activations on CPUs
 # Time of an integer kernel of ONNX Runtime 1.31 relative to float, on one thread of a CPU with AVX-512 and VNNI:
@@ -294,7 +296,7 @@ def plan(
     layers = list(layers_of(graph))
     if not layers and recipe.rules:
         raise UnsupportedError(
-            "nothing to quantize: the model has no Conv, MatMul, Gemm or Gather with a constant weight"
+            "nothing to quantize: the model has no Conv, MatMul, Gemm, Gather, LSTM, GRU or RNN with a constant weight"
         )
     usable = [layer.name for layer in layers if not layer.reason] or [layer.name for layer in layers]
     first, last = (usable[0], usable[-1]) if usable else ("", "")
@@ -334,10 +336,13 @@ def _float_reader(graph: Graph, weight: str, quantized: Mapping[str, str]) -> st
     """Return the name of the first node that needs a weight in float, or "" if all nodes can read codes."""
     if weight in graph.outputs:
         return "a model output"
-    for node in graph.consumers(weight):
-        reads_codes = quantized.get(node_name(node)) == weight and list(node.input).count(weight) == 1
-        if not reads_codes:
-            return describe(node)
+    for each in all_nodes(graph.consumers(weight)):
+        names = (each.name, f"{each.name}/W", f"{each.name}/R")  # of a layer, or of the parts of a recurrent layer
+        reads_codes = any(quantized.get(name) == weight for name in names) and list(each.node.input).count(weight) == 1
+        if weight in each.node.input and not reads_codes:
+            return describe(each.outer or each.node)
+        if any(weight == value.name for body in subgraphs(each.node) for value in body.output):
+            return describe(each.outer or each.node)
     return ""
 
 
@@ -360,10 +365,14 @@ def _plan_layer(
     rule = decision.rules[-1] if decision.rules else None
     before = _float_nbytes(layer)
     line = LayerPlan(layer.name, layer.node.op_type, rule, nbytes_before=before, nbytes_after=before)
-    is_dynamic = decision.is_dynamic and layer.node.op_type != "Gather"
-    input_spec = None if layer.node.op_type == "Gather" or is_dynamic else decision.input
-    reason = layer.reason or ("" if input_spec is None else _runtime_problem(layer, target, prefer))
+    has_float_input = layer.node.op_type == "Gather" or layer.is_weight_only
+    is_dynamic = decision.is_dynamic and not has_float_input
+    input_spec = None if has_float_input or is_dynamic else decision.input
+    has_quantized_inputs = decision.input is not None and not is_dynamic and layer.node.op_type != "Gather"
+    reason = layer.reason or (_runtime_problem(layer, target, prefer) if has_quantized_inputs else "")
     note = ""
+    if layer.is_weight_only and decision.input is not None:
+        note = f"{WEIGHT_ONLY}, because {_float_cause(layer)}"
     if reason == NO_KERNEL and not is_small:
         reason, note, input_spec = "", f"{NO_KERNEL}, so only its weight is quantized", None
     if reason:
@@ -388,7 +397,8 @@ def _plan_layer(
     slow = input_spec is not None and input_spec.bits == SLOW_BITS
     if slow and target.runtime == "onnxruntime":
         note = "ONNX Runtime runs 16-bit activations in float on CPUs"
-    widths = onnx_widths(is_matmul=layer.node.op_type in MATMULS and not is_dynamic)
+    has_4_bits = layer.is_weight_only or layer.node.op_type in MATMULS
+    widths = onnx_widths(is_matmul=has_4_bits and not is_dynamic)
     stored = next(width for width in widths if width >= weight.bits)
     if stored > weight.bits:
         padded = f"{PADDED} {stored} bits, not {weight.bits}: no smaller than {stored}-bit weights, but less accurate"
@@ -407,8 +417,11 @@ def _with_fast_weight(line: LayerPlan, layer: Layer, target: Target) -> LayerPla
 
 
 def _runtime_problem(layer: Layer, target: Target, prefer: Preference) -> str:
-    if target.runtime != "onnxruntime":
-        return ""
+    if target.runtime != "onnxruntime" or layer.is_weight_only:
+        is_gru = layer.node.op_type == "GRU" and target.runtime == "openvino"
+        return (
+            "OpenVINO cannot load a GRU with a quantized weight in a model with quantized activations" if is_gru else ""
+        )
     if layer.node.op_type == "ConvTranspose":
         return NO_KERNEL
     is_thin = layer.node.op_type == "Conv" and not layer.depthwise and layer.shape[1] < MIN_CONV_CHANNELS
@@ -425,8 +438,23 @@ def _is_fast_stem(layer: Layer, target: Target, prefer: Preference) -> bool:
     return is_dense and prod(layer.shape) >= MIN_CONV_WEIGHTS and not has_slow_weight
 
 
+def _float_cause(layer: Layer) -> str:
+    """Explain why a layer computes in float."""
+    if layer.is_recurrent:
+        return f"ONNX Runtime runs {layer.node.op_type} layers in float"
+    return "it is inside a subgraph" if layer.outer is not None else "a subgraph reads it, too"
+
+
 def _fit_axis(spec: QuantSpec, layer: Layer) -> QuantSpec:
-    """Change "axis0" to the axis of the layer's output channels, and groups to the axis that a matmul sums over."""
+    """Change "axis0" to the axis of the layer's output channels, and groups to the axis that a matmul sums over.
+
+    A recurrent layer has one scale per direction and row, or per group of a row.
+    """
+    if layer.is_recurrent and isinstance(spec.granularity, PerGroup):
+        return spec.replace(granularity=PerGroup(spec.granularity.size, axis=2))
+    if layer.is_recurrent and spec.granularity == PerAxis(0):
+        by_row = PerAxis(1) if layer.shape[0] == 1 else PerGroup(layer.shape[2], axis=2)
+        return spec.replace(granularity=by_row)
     if spec.granularity == PerAxis(0):
         return spec.replace(granularity=PerAxis(layer.axis))
     if isinstance(spec.granularity, PerGroup) and layer.axis != 0 and len(layer.shape) == 2:
@@ -450,15 +478,19 @@ def _fit_groups(spec: QuantSpec, layer: Layer, target: Target) -> tuple[QuantSpe
     if _may_be_short(layer, target):
         return spec, f"the last group has {rest} of {kind.size} values, because {kind.size} does not divide {length}"
     size = next(size for size in range(min(kind.size, length), 0, -1) if length % size == 0)
-    if size < min(kind.size, MIN_GROUP_SIZE):
+    is_whole_row = layer.is_recurrent and size == length
+    if size < min(kind.size, MIN_GROUP_SIZE) and not is_whole_row:
         return spec, ""
     note = f"group size {size} instead of {kind.size}, which does not divide {length}"
     return spec.replace(granularity=PerGroup(size, kind.axis)), note
 
 
 def _may_be_short(layer: Layer, target: Target) -> bool:
-    """Whether the last group of a weight may be shorter; OpenVINO and the Reshape of a table need equal groups."""
-    return layer.node.op_type in MATMULS and target.runtime == "onnxruntime"
+    """Whether the last group of a weight may be shorter.
+
+    OpenVINO, and the Reshape of tables and of weight-only layers, need equal groups.
+    """
+    return layer.node.op_type in MATMULS and target.runtime == "onnxruntime" and not layer.is_weight_only
 
 
 def weight_problem(spec: QuantSpec, layer: Layer, target: Target) -> str:
@@ -471,8 +503,8 @@ def weight_problem(spec: QuantSpec, layer: Layer, target: Target) -> str:
     if layer.node.op_type == "Gather" and kind == PerAxis(1) and not spec.symmetric:
         return "per-column embedding scales must be symmetric: use axis0 (per row) or a symmetric spec"
     if isinstance(kind, PerGroup):
-        if layer.node.op_type not in {*MATMULS, "Gather"}:
-            return f"per-group scales need a MatMul, Gemm or Gather, not {layer.node.op_type}"
+        if layer.node.op_type not in {*MATMULS, *RECURRENT, "Gather"}:
+            return f"per-group scales need a MatMul, Gemm, Gather or recurrent layer, not {layer.node.op_type}"
         if layer.shape[kind.axis] % kind.size and not _may_be_short(layer, target):
             return f"group size {kind.size} does not divide {layer.shape[kind.axis]} (weight shape {layer.shape})"
     return ""

@@ -22,7 +22,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx_model.files import copied
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of
-from detent.onnx_model.layers import Layer
+from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, needs_clip
 from detent.onnx_model.sessions import make_session, ort_errors, record_in_parts
 from detent.onnx_model.targets import Target
@@ -79,7 +79,8 @@ class IsolatedLayers:
     """
 
     def __init__(self, plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None = None) -> None:
-        self._layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
+        layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
+        self._layers = {name: layer for name, layer in layers.items() if not layer.is_weight_only}
         self._probes: dict[str, Probe] = {}
         self._inputs: list[dict[str, Array]] | None = None
         self._model, self._samples, self._budget = plan.model, samples, memory_budget
@@ -238,12 +239,12 @@ class SwitchableModel:
         copy = copied(model)
         graph = Graph(copy)
         nodes = {graph.node_name(node): node for node in graph.nodes}
+        layers = {layer.name: layer for layer in layers_of(graph)}
         self.weights: dict[str, Array] = {}
         for label, names in weights.items():
             for name in names:
-                place = 0 if nodes[name].op_type == "Gather" else 1
-                self.weights.setdefault(label, graph.array(nodes[name].input[place]))
-                graph.set_input(nodes[name], place, _weight_input(label))
+                self.weights.setdefault(label, graph.array(layers[name].weight))
+                layers[name].set_weight(graph, _weight_input(label))
             kind, shape = TensorProto.FLOAT, self.weights[label].shape
             copy.graph.input.append(helper.make_tensor_value_info(_weight_input(label), kind, shape))
         self._target = target

@@ -275,10 +275,9 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
             writer.write_scaled(placement)
         else:
             writer.write_activation(placement)
-    nodes = {node.name: node for node in graph.nodes}
     for line in decisions.layers:
         if line.is_quantized:
-            writer.write_layer(line, layers[line.name], nodes[line.name])
+            writer.write_layer(line, layers[line.name])
     guard_float(graph, [line.name for line in decisions.layers if line.is_quantized and line.input is None])
     if target.runtime == "onnxruntime":
         guard_pools(graph)
@@ -371,6 +370,8 @@ def _layer_problem(
 
 def _input_problem(layer: Layer, line: LayerDecision, placement: QuantizerPlacement | None, target: Target) -> str:
     """Explain why the input of a layer cannot be quantized as decided; "" if it can."""
+    if layer.is_weight_only and (line.input is not None or line.dynamic_input is not None):
+        return "input and dynamic_input must be None, because only the weight of this layer can be quantized"
     if line.dynamic_input is not None and target.runtime != "onnxruntime":
         return f"dynamic_input must be None, because target {target.name!r} does not support dynamic quantization"
     if line.dynamic_input is not None:
@@ -516,9 +517,9 @@ class _Writer:
         for node in readers:
             self._input_params[node.name] = params
 
-    def write_layer(self, line: LayerDecision, layer: Layer, node: NodeProto) -> None:
+    def write_layer(self, line: LayerDecision, layer: Layer) -> None:
         """Store a layer's weight as codes; if the layer's input is quantized, store the bias as codes, too."""
-        graph, params = self.graph, line.weight_params
+        graph, node, params = self.graph, layer.node, line.weight_params
         bias = graph.array(layer.bias) if layer.bias in graph.constants else None
         if line.bias is not None:
             bias = line.bias
@@ -526,6 +527,9 @@ class _Writer:
             graph.set_input(node, 2, graph.add_constant(f"{layer.name}_bias", bias))
         if layer.node.op_type == "Gather":
             self._write_table(line, layer, node)
+            return
+        if layer.is_weight_only:
+            self._write_product(params, layer)
             return
         is_dynamic = line.dynamic_input is not None
         min_bits = MIN_WEIGHT_BITS if is_dynamic or layer.node.op_type in {"Conv", "ConvTranspose"} else 4
@@ -541,6 +545,23 @@ class _Writer:
         incoming = self._input_params.get(line.name) if line.input is not None else None
         if bias is not None and incoming is not None:
             self._write_bias(node, layer, bias, bias_scale(incoming, params))
+
+    def _write_product(self, params: QuantParams, layer: Layer) -> None:
+        """Dequantize a weight by Cast and Mul, which ONNX Runtime computes once, when it loads the model.
+
+        ONNX Runtime would compute a DequantizeLinear in every run, and in every step of a loop.
+        """
+        container = self.target.weight_container(params.spec, depthwise=True)
+        key = layer.weight, params, container
+        if key not in self._stored:
+            weight = self.graph.array(layer.weight)
+            qparams = QdqParams.of(params, container, weight.ndim)
+            codes = stored_codes(quantize(weight, params).codes, params, qparams)
+            nodes, names = self._writer.product(layer.weight, codes, qparams)
+            self.graph.insert(nodes)
+            self.weight_names[names[0]] = layer.name
+            self._stored[key] = _StoredWeight(names, qparams, nodes[-1].output[0])
+        layer.set_weight(self.graph, self._stored[key].dequantized)
 
     def _write_dynamic(self, stored: _StoredWeight, layer: Layer, node: NodeProto) -> None:
         """Replace a matmul by a MatMulInteger; layers that read the same tensor share its DynamicQuantizeLinear."""

@@ -445,14 +445,20 @@ class Graph:
             if not any(each is node for each in self._consumers[new]):
                 self._consumers[new].append(node)
 
-    def set_input(self, node: NodeProto, position: int, name: str) -> None:
-        """Let a node read tensor ``name`` as its input number ``position``."""
-        self._forget(node)
+    def set_input(self, node: NodeProto, position: int, name: str, outer: NodeProto | None = None) -> None:
+        """Let a node read tensor ``name`` as its input number ``position``.
+
+        ``outer`` is the node of the main graph whose subgraph contains ``node``; None if ``node`` is in the main graph.
+        """
+        known = node if outer is None else outer
+        self._forget(known)
         while len(node.input) <= position:
             node.input.append("")
         node.input[position] = name
-        for each in dict.fromkeys(reads(node)):
-            self._consumers[each].append(node)
+        for each in dict.fromkeys(reads(known)):
+            self._consumers[each].append(known)
+        if outer is not None:
+            self.captured.add(name)
 
     def _forget(self, node: NodeProto) -> None:
         for name in dict.fromkeys(reads(node)):

@@ -39,6 +39,7 @@ from detent.onnx_model.graph import (
     rename_tensors,
     subgraphs,
 )
+from detent.onnx_model.layers import layers_of
 from detent.onnx_model.provenance import Provenance, RuntimeRecord
 
 __all__ = [
@@ -278,7 +279,8 @@ def kernels_of(
         provenance = Provenance.read(model)
         names = {} if provenance is None else provenance.weights
     graph, source = Graph(optimized(model) if running is None else running), Graph(model)
-    written = {node.name: node.op_type for node in reversed(model.graph.node)}
+    written = {layer.name: layer.node.op_type for layer in layers_of(source)}
+    written |= {node.name: node.op_type for node in reversed(model.graph.node)}
     present = {node.name: node.op_type for node in graph.nodes}
     kernels = {}
     for codes, layer in names.items():

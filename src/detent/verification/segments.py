@@ -157,14 +157,12 @@ class SegmentCheck:
 
     def _replace_weights(self, decisions: Decisions, params: Mapping[str, QuantParams]) -> None:
         graph, layers = self._graph, {layer.name: layer for layer in layers_of(self._graph)}
-        nodes = {node_name(node): node for node in graph.nodes}
         for line in decisions.layers:
             if not line.is_quantized or line.dynamic_input is not None:
                 continue
-            layer, node = layers[line.name], nodes[line.name]
+            layer, node = layers[line.name], layers[line.name].node
             weight = fake_quantize(graph.array(layer.weight), line.weight_params)
-            position = list(node.input).index(layer.weight)
-            graph.set_input(node, position, self._input(f"{layer.weight}_quantized", weight))
+            layer.set_weight(graph, self._input(f"{layer.weight}_quantized", weight))
             bias = graph.array(layer.bias) if layer.bias in graph.constants else None
             bias = bias if line.bias is None else line.bias
             if bias is None:
