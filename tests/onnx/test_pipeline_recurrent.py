@@ -103,7 +103,8 @@ def test_the_plan_knows_sizes_and_reasons(subject):
     assert lines["lstm/W"].nbytes_before == 4 * 2 * 32 * 10
     assert lines["lstm/W"].nbytes_after == 2 * 32 * 10 + 5 * 2 * 32
     assert lines["lstm/R"].note == "only its weight is quantized, because ONNX Runtime runs LSTM layers in float"
-    assert lines["loop/matmul"].note == "only its weight is quantized, because it is inside a subgraph"
+    assert lines["branch/matmul"].note == "only its weight is quantized, because it is inside a subgraph"
+    assert lines["loop/matmul"].note == "only its weight is quantized, because it reads the state of a loop"
     assert qo.plan(qo.prepare(subject[0]), "w8a16").layers[0].note == ""
 
 
@@ -125,7 +126,7 @@ def test_a_weight_that_a_subgraph_shares_is_stored_once(tmp_path):
     data = [{"x": x, "yes": np.array(flag)} for flag in (True, False)]
     report = quantize((model, data), tmp_path)
     notes = {layer.name: layer.note for layer in report.layers}
-    assert notes["outer"] == "only its weight is quantized, because a subgraph reads it, too"
+    assert notes["outer"] == "only its weight is quantized, because a subgraph reads this weight, too"
     graph = Graph(qo.load(report.output))
     assert [name for name in graph.constants if graph.shape(name) == (16, 16)] == ["shared_codes"]
     assert report.output_sqnr_db > 30
@@ -211,8 +212,8 @@ def test_weights_that_are_not_finite_are_rejected(subject, tmp_path):
     [
         ({"weight_scale": np.ones(3, np.float32), "weight_zero_point": np.zeros(3, np.int32)}, "shape"),
         ({"bias": np.zeros(16, np.float32)}, "bias must be None"),
-        ({"input": dt.QuantSpec("uint8")}, "input"),
-        ({"dynamic_input": dt.QuantSpec("uint8")}, "dynamic"),
+        ({"input": dt.QuantSpec("uint8")}, "input must be None"),
+        ({"dynamic_input": dt.QuantSpec("int8")}, "dynamic"),
     ],
 )
 @pytest.mark.parametrize("name", ["gru/W", "loop/matmul"])
@@ -239,3 +240,39 @@ def test_float_and_quantized_files_run_equally_fast_kernels(subject, tmp_path):
     )
     assert after - before <= {"QuantizeLinear", "MatMulIntegerToFloat"}
     assert make_session(report.output).run(None, subject[1][0])[0].shape == (6, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("prefer", "dynamic"),
+    [("speed", {*INNER, "head"}), ("balanced", {"branch/matmul", "branch/matmul_1", "head"}), ("accuracy", {"head"})],
+)
+def test_matmuls_in_subgraphs_are_quantized_dynamically(prefer, dynamic, subject, tmp_path):
+    model, batches = subject
+    report = quantize((model, None), tmp_path, "w8a8-dynamic", prefer=prefer)
+    assert {layer.name for layer in report.layers if layer.input} == dynamic
+    assert {layer.name for layer in report.layers if layer.kernel == "DynamicQuantizeMatMul"} == dynamic
+    verification = dt.verify(model, report.output, batches[:2])
+    assert verification.ok
+    assert dt.verify(model, report.output).ok
+    expected, got = (make_session(each).run(None, batches[0])[0] for each in (model, report.output))
+    assert dt.metrics.sqnr_db(expected, got) > 25
+    layers = {layer.name: layer for layer in find_layers(open_quantized(report.output))}
+    assert {name for name, layer in layers.items() if layer.is_dynamic} == dynamic
+
+
+def test_dynamic_layers_inside_and_outside_of_a_subgraph_share_codes(tmp_path):
+    m = Maker()
+    weight = m.constant(weights(16, 16), "shared")
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("out", "out2")]
+    inner = helper.make_graph([helper.make_node("MatMul", ["x", weight], ["out"], name="inner")], "a", [], values[:1])
+    other = helper.make_graph([helper.make_node("Neg", ["x"], ["out2"], name="neg")], "b", [], values[1:])
+    t = m.add("If", ["yes"], name="if", then_branch=inner, else_branch=other)
+    model = m.model([("x", [3, 16]), ("yes", [], TensorProto.BOOL)], [m.add("MatMul", [t, weight], name="outer")])
+    x = np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)
+    data = [{"x": x, "yes": np.array(flag)} for flag in (True, False)]
+    for given in (data, None):
+        report = quantize((model, given), tmp_path, "w8a8-dynamic")
+        assert [layer.kernel for layer in report.layers] == ["DynamicQuantizeMatMul"] * 2
+        graph = Graph(qo.load(report.output))
+        assert [name for name in graph.constants if graph.shape(name) == (16, 16)] == ["shared_codes"]
+        assert dt.verify(model, report.output, data).ok

@@ -216,12 +216,14 @@ class GraphPlan(PlanTotals[LayerPlan]):
     def with_fixed_inputs(self) -> "GraphPlan":
         """Return this plan with fixed scales for inputs that are quantized dynamically.
 
-        The noise of both is similar, so accuracy passes can measure the plan with fixed scales.
+        The noise of both is similar, so accuracy passes can measure the plan with fixed scales. Inputs of weight-only
+        layers get no scale, because they may be inside a subgraph.
         """
         if all(each.dynamic_input is None for each in self.layers):
             return self
+        weight_only = {name for name, layer in self.layers_by_name.items() if layer.is_weight_only}
         layers = (
-            each if each.dynamic_input is None else replace(each, input=each.dynamic_input, dynamic_input=None)
+            replace(each, input=None if each.name in weight_only else each.dynamic_input, dynamic_input=None)
             for each in self.layers
         )
         return replace(self, layers=tuple(layers))
@@ -366,12 +368,12 @@ def _plan_layer(
     before = _float_nbytes(layer)
     line = LayerPlan(layer.name, layer.node.op_type, rule, nbytes_before=before, nbytes_after=before)
     has_float_input = layer.node.op_type == "Gather" or layer.is_weight_only
-    is_dynamic = decision.is_dynamic and not has_float_input
+    is_dynamic = decision.is_dynamic and (not has_float_input or _is_dynamic_inside(layer, prefer))
     input_spec = None if has_float_input or is_dynamic else decision.input
     has_quantized_inputs = decision.input is not None and not is_dynamic and layer.node.op_type != "Gather"
     reason = layer.reason or (_runtime_problem(layer, target, prefer) if has_quantized_inputs else "")
     note = ""
-    if layer.is_weight_only and decision.input is not None:
+    if layer.is_weight_only and decision.input is not None and not is_dynamic:
         note = f"{WEIGHT_ONLY}, because {_float_cause(layer)}"
     if reason == NO_KERNEL and not is_small:
         reason, note, input_spec = "", f"{NO_KERNEL}, so only its weight is quantized", None
@@ -413,7 +415,8 @@ def _with_fast_weight(line: LayerPlan, layer: Layer, target: Target) -> LayerPla
     if line.weight is None or not line.has_quantized_input or layer.depthwise:
         return line
     fast = target.fast_weight_spec(line.weight)
-    return line if fast == line.weight else replace(line, weight=fast, wide_weight=line.weight)
+    wide = None if layer.is_weight_only else line.weight  # layers that share a weight have the same bits
+    return line if fast == line.weight else replace(line, weight=fast, wide_weight=wide)
 
 
 def _runtime_problem(layer: Layer, target: Target, prefer: Preference) -> str:
@@ -438,11 +441,23 @@ def _is_fast_stem(layer: Layer, target: Target, prefer: Preference) -> bool:
     return is_dense and prod(layer.shape) >= MIN_CONV_WEIGHTS and not has_slow_weight
 
 
+def _is_dynamic_inside(layer: Layer, prefer: Preference) -> bool:
+    """Whether the input of a layer in a subgraph, or of a layer that shares its weight with one, is quantized.
+
+    If a layer reads the state of a loop, its error grows from step to step. In a loop of 80 steps with two matmuls in
+    each (LSTMs of 400 units), integer kernels for both take 0.47 of the float time at 39.8 dB, integer kernels only for
+    the matmul of the input 0.66 at 40.5 dB, and quantized weights alone 0.85 at 42.3 dB.
+    """
+    return layer.has_integer_form and (prefer == "speed" or (prefer == "balanced" and not layer.reads_state))
+
+
 def _float_cause(layer: Layer) -> str:
     """Explain why a layer computes in float."""
     if layer.is_recurrent:
         return f"ONNX Runtime runs {layer.node.op_type} layers in float"
-    return "it is inside a subgraph" if layer.outer is not None else "a subgraph reads it, too"
+    if layer.reads_state:
+        return "it reads the state of a loop" if layer.outer is not None else "a loop reads this weight, too"
+    return "it is inside a subgraph" if layer.outer is not None else "a subgraph reads this weight, too"
 
 
 def _fit_axis(spec: QuantSpec, layer: Layer) -> QuantSpec:

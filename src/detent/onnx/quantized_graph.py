@@ -370,8 +370,10 @@ def _layer_problem(
 
 def _input_problem(layer: Layer, line: LayerDecision, placement: QuantizerPlacement | None, target: Target) -> str:
     """Explain why the input of a layer cannot be quantized as decided; "" if it can."""
-    if layer.is_weight_only and (line.input is not None or line.dynamic_input is not None):
-        return "input and dynamic_input must be None, because only the weight of this layer can be quantized"
+    if layer.is_weight_only and line.input is not None:
+        return "input must be None, because the input of this layer cannot have a fixed scale"
+    if layer.is_weight_only and line.dynamic_input is not None and not layer.has_integer_form:
+        return "dynamic_input must be None, because only the weight of this layer can be quantized"
     if line.dynamic_input is not None and target.runtime != "onnxruntime":
         return f"dynamic_input must be None, because target {target.name!r} does not support dynamic quantization"
     if line.dynamic_input is not None:
@@ -528,7 +530,7 @@ class _Writer:
         if layer.node.op_type == "Gather":
             self._write_table(line, layer, node)
             return
-        if layer.is_weight_only:
+        if layer.is_weight_only and line.dynamic_input is None:
             self._write_product(params, layer)
             return
         is_dynamic = line.dynamic_input is not None
@@ -566,6 +568,11 @@ class _Writer:
     def _write_dynamic(self, stored: _StoredWeight, layer: Layer, node: NodeProto) -> None:
         """Replace a matmul by a MatMulInteger; layers that read the same tensor share its DynamicQuantizeLinear."""
         graph, x = self.graph, node.input[0]
+        if layer.outer is not None:
+            quantize_x, codes = self._writer.dynamic(x)
+            nodes = integer_matmul(graph, node, codes, stored.names, stored.qparams)
+            graph.replace_in_subgraph(node, [quantize_x, *nodes], layer.outer)
+            return
         if x not in self._dynamic:
             quantize_x, self._dynamic[x] = self._writer.dynamic(x)
             graph.insert([quantize_x])

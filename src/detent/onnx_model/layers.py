@@ -19,8 +19,8 @@ weights have three axes: directions, rows of gates, and columns.
 A layer in a subgraph of If, Loop or Scan has the name ``<outer node>/<node>``. Its weight is a constant of the main
 graph, if ``subgraph_weights`` could move it there.
 
-Only the weight of a recurrent layer, and of a layer that shares its weight with a subgraph, can be quantized
-(``is_weight_only``).
+Recurrent layers, layers in subgraphs, and layers that share their weight with a subgraph are weight-only: their inputs
+have no fixed scales. Among these, the inputs of MatMuls can be quantized dynamically (``has_integer_form``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,7 +59,7 @@ class Layer:
     node: NodeProto
     name: str
     types: tuple[str, ...]  # type names that rules match
-    data: str = ""  # name of the activation that the layer reads; "" if the layer is weight-only
+    data: str = ""  # name of the activation that the layer reads; "" if the layer is recurrent or in a subgraph
     weight: str = ""  # name of the weight
     shape: tuple[int, ...] = ()  # shape of the weight
     axis: int = 0  # axis of the weight's output channels
@@ -68,7 +68,9 @@ class Layer:
     reason: str = ""  # why the layer cannot be quantized, "" if it can
     position: int = 1  # index of the weight among the node's inputs
     outer: NodeProto | None = None  # node of the main graph whose subgraph contains ``node``; None in the main graph
-    is_weight_only: bool = False  # whether the layer always computes in float
+    is_weight_only: bool = False  # whether the layer's input cannot be quantized with a fixed scale
+    has_integer_form: bool = False  # whether the input of a weight-only layer can be quantized dynamically
+    reads_state: bool = False  # whether a layer with this weight reads a value that a Loop passes from step to step
 
     @property
     def is_recurrent(self) -> bool:
@@ -88,12 +90,14 @@ class NamedNode(NamedTuple):
         node: the node.
         outer: node of the main graph that contains it; None for a node of the main graph.
         parents: operators of the nodes around it, outermost first.
+        carried: inputs of the subgraph that contains it: values that a Loop or Scan passes from step to step.
     """
 
     name: str
     node: NodeProto
     outer: NodeProto | None = None
     parents: tuple[str, ...] = ()
+    carried: frozenset[str] = frozenset()
 
 
 def all_nodes(nodes: Sequence[NodeProto]) -> Iterator[NamedNode]:
@@ -106,9 +110,10 @@ def all_nodes(nodes: Sequence[NodeProto]) -> Iterator[NamedNode]:
 
 def _inner_nodes(around: NamedNode, outer: NodeProto) -> Iterator[NamedNode]:
     for body in subgraphs(around.node):
+        carried = frozenset(value.name for value in body.input)
         for inner in body.node:
             parents = (*around.parents, around.node.op_type)
-            each = NamedNode(f"{around.name}/{node_name(inner)}", inner, outer, parents)
+            each = NamedNode(f"{around.name}/{node_name(inner)}", inner, outer, parents, carried)
             yield each
             yield from _inner_nodes(each, outer)
 
@@ -165,10 +170,13 @@ def _weight_only(graph: Graph, named: NamedNode, position: int, part: str = "") 
     if reason:
         return Layer(node, name, (op,), reason=reason, position=position, outer=named.outer, is_weight_only=True)
     shape = tuple(graph.constants[weight].dims)
+    readers = [each for each in all_nodes(graph.consumers(weight)) if weight in each.node.input]
+    has_integer_form = all(reader.node.op_type == "MatMul" for reader in readers)
     return Layer(
         node,
         name,
         (op,) if part else _types(op, shape),
+        node.input[0] if has_integer_form and named.outer is None else "",
         weight=weight,
         shape=shape,
         axis=1 if part else _channel_axis(node),
@@ -176,6 +184,8 @@ def _weight_only(graph: Graph, named: NamedNode, position: int, part: str = "") 
         position=position,
         outer=named.outer,
         is_weight_only=True,
+        has_integer_form=has_integer_form,
+        reads_state=any(reader.node.input[0] in reader.carried for reader in readers),
     )
 
 

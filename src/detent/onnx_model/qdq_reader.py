@@ -312,9 +312,17 @@ class QuantizedGraph:
         Tables and products that the metadata lists come last; others are left out.
         """
         names = {} if self.provenance is None else self.provenance.weights
-        stored = [each for each in self.records if isinstance(each, WeightCodes) and not each.inner]
+        stored = [
+            each
+            for each in self.records
+            if isinstance(each, WeightCodes) and (not each.inner or self._is_own_integer(each, names))
+        ]
         tables = [each for each in stored if each.form in {"table", "product"} and each.name in names]
         return [*(each for each in stored if each.form in {"codes", "integer"}), *tables]
+
+    def _is_own_integer(self, weight: WeightCodes, names: Mapping[str, str]) -> bool:
+        """Whether detent stored a weight of the main graph for an integer matmul in a subgraph."""
+        return weight.form == "integer" and weight.name in names and weight.name in self.graph.constants
 
     @property
     def kinds(self) -> dict[str, int]:

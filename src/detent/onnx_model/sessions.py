@@ -39,7 +39,7 @@ from detent.onnx_model.graph import (
     rename_tensors,
     subgraphs,
 )
-from detent.onnx_model.layers import layers_of
+from detent.onnx_model.layers import all_nodes, layers_of
 from detent.onnx_model.provenance import Provenance, RuntimeRecord
 
 __all__ = [
@@ -284,7 +284,7 @@ def kernels_of(
     present = {node.name: node.op_type for node in graph.nodes}
     kernels = {}
     for codes, layer in names.items():
-        readers = [node.op_type for node in graph.consumers(codes)]
+        readers = [each.node.op_type for each in all_nodes(graph.consumers(codes)) if codes in each.node.input]
         own = [kind for kind in readers if kind in {*INTEGER_KERNELS, "MatMulNBits"}]
         dequantized = [node.output[0] for node in source.consumers(codes) if node.op_type == DEQUANTIZE]
         sharing = [node.name for name in dequantized for node in source.consumers(name)]

@@ -11,7 +11,7 @@ from typing import Literal
 from onnx import NodeProto
 
 from detent.onnx_model.graph import DEQUANTIZE, MOVING, node_name, trace_back
-from detent.onnx_model.layers import QUANTIZED_ALREADY, RECURRENT, layers_of
+from detent.onnx_model.layers import QUANTIZED_ALREADY, RECURRENT, all_nodes, layers_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import kernels_of
 
@@ -111,6 +111,10 @@ class _Finder:
                 reason = "" if weight is not None else each.reason
                 float_weight = "" if weight is not None else each.weight
                 yield FileLayer(each.name, each.node, weight, None, float_weight, reason)
+        nodes = {id(each.node) for each in all_nodes(self.graph.nodes) if each.outer is None}
+        for key, weight in self.by_node.items():
+            if key not in nodes:
+                yield FileLayer(self.names.get(weight.name, weight.node_name), weight.node, weight)
 
     def _float_result(self, matmul: NodeProto) -> str:
         """Return the output of the Mul after an integer matmul, or of the Add of the bias that detent writes next."""

@@ -28,14 +28,14 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent.checks import first_index
-from detent.onnx.decisions import Decisions, QuantizerPlacement
+from detent.onnx.decisions import Decisions, LayerDecision, QuantizerPlacement
 from detent.onnx.quantized_graph import bias_codes, bias_scale, readers_of, stays_float
 from detent.onnx_model.graph import Graph, node_name, reads
-from detent.onnx_model.layers import layers_of
+from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.qdq_reader import DynamicQuantizer, QuantizedGraph, QuantizeNode
-from detent.onnx_model.qdq_writer import QdqParams
+from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, integer_matmul, stored_codes
 from detent.onnx_model.sessions import PROBE_BUDGET, make_session, ort_errors
-from detent.onnx_model.targets import Container
+from detent.onnx_model.targets import Container, Target, get_target
 from detent.ops import dequantize, fake_quantize, quantize
 from detent.params import QuantParams
 from detent.verification.codes import compare_codes, shift_of
@@ -48,6 +48,7 @@ __all__ = ["SegmentCheck"]
 
 Array = NDArray[Any]
 FLOAT_NBYTES = 4
+BYTE = 8  # bits
 MAX_NODES_SHOWN = 4
 
 
@@ -205,6 +206,9 @@ class SegmentCheck:
             if line.dynamic_input is None:
                 continue
             layer = layers[line.name]
+            if layer.outer is not None:
+                self._write_inner(line, layer, get_target(decisions.target))
+                continue
             quantizer, output = quantizers.get(layer.data), layer.node.output[0]
             if quantizer is None:
                 self._tally.count(0, 1)
@@ -219,6 +223,16 @@ class SegmentCheck:
             graph.redirect(output, replacement, graph.consumers(output))
             if output in graph.outputs:
                 self._dynamic_outputs[output] = dynamic
+
+    def _write_inner(self, line: LayerDecision, layer: Layer, target: Target) -> None:
+        """Replace a layer in a subgraph by an integer matmul with codes that detent computes from the source."""
+        graph, writer, params = self._graph, QdqWriter(self._graph), line.weight_params
+        qparams = QdqParams.of(params, target.weight_container(params.spec, min_bits=BYTE), len(layer.shape))
+        codes = stored_codes(quantize(graph.array(layer.weight), params).codes, params, qparams)
+        quantize_x, names = writer.dynamic(layer.node.input[0])
+        nodes = integer_matmul(graph, layer.node, names, writer.codes(layer.weight, codes, qparams), qparams)
+        assert layer.outer is not None  # noqa: S101 - the caller has checked it
+        graph.replace_in_subgraph(layer.node, [quantize_x, *nodes], layer.outer)
 
     def result(self) -> Segments:
         """Return the result over all batches."""
