@@ -1,4 +1,4 @@
-"""qo.quantize for recurrent layers and layers in subgraphs: weights are codes, and the arithmetic stays float."""
+"""qo.quantize for recurrent layers and layers in subgraphs."""
 
 import importlib
 import sys
@@ -43,7 +43,7 @@ def test_every_weight_is_stored_as_codes(subject, tmp_path):
     report = quantize(subject, tmp_path)
     assert [layer.name for layer in report.layers] == [*PARTS, *INNER, "head"]
     assert not any(layer.reason for layer in report.layers)
-    assert all(layer.input == "" for layer in report.layers[:-1])
+    assert all(layer.input == "" for layer in report.layers if layer.type != "MatMul")
     assert report.output_sqnr_db > 30
     graph = Graph(qo.load(report.output))
     floats = [name for name in graph.constants if graph.kind(name) == TensorProto.FLOAT]
@@ -66,8 +66,8 @@ def test_onnx_runtime_dequantizes_once_at_load(subject, tmp_path):
     kinds = {node.op_type for node in graph.node}
     assert {"LSTM", "GRU", "RNN"} <= kinds
     assert not kinds & {"Cast", "Mul"}
-    codes = {each.name for each in graph.initializer if each.data_type == TensorProto.INT8}
-    assert len(codes) == 2  # codes of the head, and a zero point
+    codes = [each for each in graph.initializer if each.data_type == TensorProto.INT8 and len(each.dims) > 1]
+    assert {tuple(each.dims) for each in codes} == {(16, 16), (16, 5)}  # a matmul in a branch, and the head
 
 
 def test_scales_have_one_value_per_direction_and_row(subject):
@@ -103,7 +103,7 @@ def test_the_plan_knows_sizes_and_reasons(subject):
     assert lines["lstm/W"].nbytes_before == 4 * 2 * 32 * 10
     assert lines["lstm/W"].nbytes_after == 2 * 32 * 10 + 5 * 2 * 32
     assert lines["lstm/R"].note == "only its weight is quantized, because ONNX Runtime runs LSTM layers in float"
-    assert lines["branch/matmul"].note == "only its weight is quantized, because it is inside a subgraph"
+    assert (str(lines["branch/matmul"].input), lines["branch/matmul"].note) == ("uint8/tensor/affine/onnx", "")
     assert lines["loop/matmul"].note == "only its weight is quantized, because it reads the state of a loop"
     assert qo.plan(qo.prepare(subject[0]), "w8a16").layers[0].note == ""
 
@@ -125,8 +125,9 @@ def test_a_weight_that_a_subgraph_shares_is_stored_once(tmp_path):
     x = np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)
     data = [{"x": x, "yes": np.array(flag)} for flag in (True, False)]
     report = quantize((model, data), tmp_path)
-    notes = {layer.name: layer.note for layer in report.layers}
-    assert notes["outer"] == "only its weight is quantized, because a subgraph reads this weight, too"
+    assert {layer.name: layer.kernel for layer in report.layers} == dict.fromkeys(
+        ("if/inner", "outer", "head"), "MatMulIntegerToFloat"
+    )
     graph = Graph(qo.load(report.output))
     assert [name for name in graph.constants if graph.shape(name) == (16, 16)] == ["shared_codes"]
     assert report.output_sqnr_db > 30
@@ -212,7 +213,7 @@ def test_weights_that_are_not_finite_are_rejected(subject, tmp_path):
     [
         ({"weight_scale": np.ones(3, np.float32), "weight_zero_point": np.zeros(3, np.int32)}, "shape"),
         ({"bias": np.zeros(16, np.float32)}, "bias must be None"),
-        ({"input": dt.QuantSpec("uint8")}, "input must be None"),
+        ({"input": dt.QuantSpec("uint8")}, "own_range must be a range|must be None"),
         ({"dynamic_input": dt.QuantSpec("int8")}, "dynamic"),
     ],
 )
@@ -227,8 +228,7 @@ def test_decisions_that_do_not_fit_are_rejected(name, change, message, subject):
 def test_inner_layers_read_the_dequantized_weight(subject, tmp_path):
     graph = Graph(qo.load(quantize(subject, tmp_path).output))
     layers = {layer.name: layer for layer in layers_of(graph)}
-    for name in INNER:
-        assert graph.producer(layers[name].node.input[1]).op_type == "Mul"
+    assert graph.producer(layers["loop/matmul"].node.input[1]).op_type == "Mul"
     bodies = [body for node in graph.nodes for body in subgraphs(node)]
     assert not any(body.initializer for body in bodies)
 
@@ -276,3 +276,67 @@ def test_dynamic_layers_inside_and_outside_of_a_subgraph_share_codes(tmp_path):
         graph = Graph(qo.load(report.output))
         assert [name for name in graph.constants if graph.shape(name) == (16, 16)] == ["shared_codes"]
         assert dt.verify(model, report.output, data).ok
+
+
+@pytest.mark.parametrize(
+    ("prefer", "static"),
+    [("speed", {"branch/matmul_1", "loop/matmul"}), ("balanced", {"branch/matmul_1"}), ("accuracy", set())],
+)
+def test_inputs_of_matmuls_in_subgraphs_get_the_observed_range(prefer, static, subject, tmp_path):
+    report = quantize(subject, tmp_path, prefer=prefer)
+    decided = {layer.name: layer.own_range for layer in report.decisions.layers if layer.own_range is not None}
+    assert decided.keys() == static
+    kernels = {layer.name: layer.kernel for layer in report.layers}
+    assert all(kernels[name] == "MatMulIntegerToFloat" for name in static)
+    for own_range in decided.values():
+        expected = dt.QuantParams.from_range("uint8", *own_range.observed_range)
+        assert (own_range.scale, own_range.zero_point) == (float(expected.scale), int(expected.zero_point))
+    verification = dt.verify(subject[0], report.output, subject[1][:1])
+    assert verification.ok
+    assert ("activation scale in subgraphs" in " ".join(verification.replay.decided)) == (len(static) == 1)
+
+
+def test_a_branch_that_calibration_does_not_run_keeps_a_float_input(subject, tmp_path):
+    report = quantize(subject, tmp_path)
+    layers = {layer.name: layer for layer in report.layers}
+    assert layers["branch/matmul"].input == ""
+    assert layers["branch/matmul"].note == (
+        "only its weight is quantized, because it does not run on the calibration data"
+    )
+
+
+def test_a_generator_calibrates_subgraphs_with_the_chosen_samples(subject, tmp_path):
+    model, batches = subject
+    report = quantize((model, iter(batches)), tmp_path)
+    assert [layer.name for layer in report.decisions.layers if layer.own_range] == ["branch/matmul_1"]
+    assert dt.verify(model, report.output, batches[:1]).ok
+
+
+def test_step_by_step_functions_quantize_only_weights_in_subgraphs(subject):
+    model, batches = subject
+    plan = qo.plan(qo.prepare(model), "w8a8")
+    file = qo.insert(plan, qo.calibrate(plan, batches))
+    assert dt.verify(model, file, batches[:1]).ok
+    layers = {layer.name: layer for layer in layers_of(Graph(file))}
+    assert Graph(file).producer(layers["branch/matmul"].node.input[1]).op_type == "Mul"
+
+
+@pytest.mark.parametrize(("recipe", "target"), [("w4a8", "onnxruntime"), ("w8a8", "openvino")])
+def test_without_an_integer_kernel_only_weights_are_quantized(recipe, target, subject, tmp_path):
+    report = quantize(subject, tmp_path, recipe, target=target)
+    assert all(layer.own_range is None for layer in report.decisions.layers)
+    assert dt.verify(subject[0], report.output, subject[1][:1]).ok
+
+
+def test_a_wrong_scale_in_a_subgraph_is_found(subject, tmp_path):
+    report = quantize(subject, tmp_path)
+    layers = [
+        each
+        if each.own_range is None
+        else replace(each, own_range=replace(each.own_range, scale=2 * each.own_range.scale))
+        for each in report.decisions.layers
+    ]
+    forged = qo.rewrite(subject[0], replace(report.decisions, layers=tuple(layers)))
+    failure = dt.verify(subject[0], forged).failure
+    assert "branch/matmul_1" in failure
+    assert "observed range" in failure

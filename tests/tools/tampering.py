@@ -1078,6 +1078,15 @@ def _forge_scale(decisions: Decisions, rng: np.random.Generator) -> Decisions | 
     return _with_range(decisions, rng, lambda each: replace(each, scale=float(np.float32(each.scale) * factor)))
 
 
+@_forgery("activation scale in a subgraph", admissible=False)
+def _own_scale(decisions: Decisions, _rng: np.random.Generator) -> Decisions | None:
+    own = [each for each in decisions.layers if each.own_range is not None]
+    if not own or own[0].own_range is None:
+        return None
+    changed = replace(own[0], own_range=replace(own[0].own_range, scale=2 * own[0].own_range.scale))
+    return replace(decisions, layers=tuple(changed if each is own[0] else each for each in decisions.layers))
+
+
 @_forgery("activation zero point", admissible=True)
 def _forge_zero_point(decisions: Decisions, rng: np.random.Generator) -> Decisions | None:
     return _with_range(decisions, rng, lambda each: replace(each, zero_point=each.zero_point ^ 1))

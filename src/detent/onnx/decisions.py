@@ -7,7 +7,8 @@ the same version of onnx.
 ====================== ===============================================================================================
 target, opset, IR      the runtime that the file is for, and the opset and IR version of the file
 constants              results of constant folding by ONNX Runtime; another machine may round them differently
-layers                 for each layer, specs, weight scales and corrected bias, or why the layer is kept in float
+layers                 for each layer, specs, weight scales and corrected bias, or why the layer is kept in float; in
+                       subgraphs, also the scale of its input
 equalized, smoothed    factors of cross-layer equalization and of SmoothQuant, in the order of application
 placements, ranges     the tensors with Q/DQ pairs, and their scales and zero points
 onnx_version           version of the onnx package that converted the opset; other versions may convert differently
@@ -187,6 +188,8 @@ class LayerDecision(_ComparedByContent):
         index_rank: rank of the indices of a Gather with per-group scales; None for all other layers.
         dynamic_input: spec of its input, if the file quantizes the input with the range of the current batch (dynamic
             quantization); None otherwise.
+        own_range: scale and zero point of its input, if the layer is in a subgraph or shares its weight with one; the
+            inputs of other layers have placements.
 
     >>> layer = LayerDecision("fc", "", QuantSpec("int8"), None, np.float32(0.5), np.int32(0))
     >>> layer.weight_params
@@ -205,6 +208,7 @@ class LayerDecision(_ComparedByContent):
     input_range: tuple[float, float] | None = None
     index_rank: int | None = None
     dynamic_input: QuantSpec | None = None
+    own_range: RangeDecision | None = None
 
     def __post_init__(self) -> None:
         for name in ("weight_scale", "weight_zero_point", "bias"):
@@ -215,7 +219,7 @@ class LayerDecision(_ComparedByContent):
     def _check(self) -> None:
         where, stored = f"layer {self.name!r}", (self.weight, self.weight_scale, self.weight_zero_point)
         if self.reason:
-            others = self.input, self.bias, self.input_range, self.index_rank, self.dynamic_input
+            others = self.input, self.bias, self.input_range, self.index_rank, self.dynamic_input, self.own_range
             if any(each is not None for each in (*stored, *others)):
                 raise SpecError(
                     f"{where} is kept in float ({self.reason}), but has specs or parameters: omit either the reason or "
@@ -229,6 +233,8 @@ class LayerDecision(_ComparedByContent):
             )
         if self.input is not None and self.dynamic_input is not None:
             raise SpecError(f"{where} has input and dynamic_input: omit one of them")
+        if self.own_range is not None:
+            self._check_own_range(where, self.own_range)
         self._check_bias(where)
         if self.index_rank is not None and not 0 <= self.index_rank <= MAX_INDEX_RANK:
             raise SpecError(f"{where}: index_rank must be in 0..{MAX_INDEX_RANK}, got {self.index_rank}")
@@ -245,6 +251,14 @@ class LayerDecision(_ComparedByContent):
                 f"{where}: for {self.weight}, weight_scale must be float32 of shape {params.scale.shape}, got "
                 f"{params.scale.dtype} of shape {np.asarray(self.weight_scale).shape}"
             )
+
+    def _check_own_range(self, where: str, own_range: RangeDecision) -> None:
+        if self.input is None:
+            raise SpecError(f"{where} has own_range, but input is None: pass a spec as input=, or omit own_range")
+        try:
+            own_range.params(self.input)
+        except DetentError as error:
+            raise ParamsError(f"{where}: own_range: {error}") from error
 
     def _check_bias(self, where: str) -> None:
         bias = self.bias
@@ -270,6 +284,11 @@ class LayerDecision(_ComparedByContent):
     def is_quantized(self) -> bool:
         """Whether the layer's weight is quantized."""
         return not self.reason
+
+    @property
+    def has_quantized_input(self) -> bool:
+        """Whether the layer's input is quantized, with a fixed scale or dynamically."""
+        return self.input is not None or self.dynamic_input is not None
 
     @cached_property
     def weight_params(self) -> QuantParams:
@@ -558,7 +577,8 @@ class Decisions(_ComparedByContent):
         layers = values.get("layers")
         for each in layers if isinstance(layers, list) else ():
             if isinstance(each, dict):
-                each.setdefault("dynamic_input", None)  # earlier versions did not write it
+                each.setdefault("dynamic_input", None)  # earlier versions did not write these two
+                each.setdefault("own_range", None)
         return decode(cls, values, "decisions", LEAVES)
 
 

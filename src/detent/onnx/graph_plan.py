@@ -17,7 +17,7 @@ from onnx import ModelProto
 from detent.errors import RangeError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.observers import best_params
-from detent.onnx.decisions import QuantizerPlacement
+from detent.onnx.decisions import QuantizerPlacement, RangeDecision
 from detent.onnx.placement import place_quantizers
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of, describe, subgraphs
 from detent.onnx_model.layers import RECURRENT, Layer, all_nodes, layers_of
@@ -91,6 +91,8 @@ class LayerPlan:
         note: remark on a quantized layer.
         wide_weight: the 8-bit spec of the recipe, if ``weight`` is limited to 7 bits for fast kernels.
         dynamic_input: spec of its input, if the file quantizes the input with the range of the current batch.
+        own_range: scale and zero point of its input, if the layer is in a subgraph or shares its weight with one, and
+        after calibration.
 
     >>> LayerPlan("fc", "MatMul", reason="excluded").is_quantized
     False
@@ -108,6 +110,7 @@ class LayerPlan:
     note: str = ""
     wide_weight: QuantSpec | None = None
     dynamic_input: QuantSpec | None = None
+    own_range: RangeDecision | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -179,7 +182,11 @@ class GraphPlan(PlanTotals[LayerPlan]):
     def placements(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> list[QuantizerPlacement]:
         """Return the placements of Q/DQ pairs; ``ranges`` can exclude some of them, see ``place_quantizers``."""
         chosen = {layer.name: self.layers_by_name[layer.name] for layer in self.quantized}
-        specs = {layer.name: layer.input for layer in self.quantized if layer.input is not None}
+        specs = {
+            layer.name: layer.input
+            for layer in self.quantized
+            if layer.input is not None and not chosen[layer.name].is_weight_only
+        }
         return place_quantizers(self.graph, chosen, specs, ranges, self.last_layers & set(chosen))
 
     def weight_params(self, line: LayerPlan) -> QuantParams:
@@ -213,6 +220,18 @@ class GraphPlan(PlanTotals[LayerPlan]):
         )
         return replace(self, layers=tuple(layers))
 
+    @property
+    def own_range_layers(self) -> list[str]:
+        """Names of the quantized layers whose inputs are quantized, but have no placements."""
+        layers = self.layers_by_name
+        return [each.name for each in self.quantized if each.input is not None and layers[each.name].is_weight_only]
+
+    def with_own_ranges(self, ranges: Mapping[str, tuple[float, float]]) -> "GraphPlan":
+        """Return this plan with observed ranges for ``own_range_layers``; layers without a range get float inputs."""
+        names = set(self.own_range_layers)
+        lines = (_with_own_range(each, ranges.get(each.name)) if each.name in names else each for each in self.layers)
+        return replace(self, layers=tuple(lines))
+
     def with_fixed_inputs(self) -> "GraphPlan":
         """Return this plan with fixed scales for inputs that are quantized dynamically.
 
@@ -245,6 +264,13 @@ class GraphPlan(PlanTotals[LayerPlan]):
 
     def _total(self) -> str:
         return self._summary(f" for {self.target.name}")
+
+
+def _with_own_range(line: LayerPlan, bounds: tuple[float, float] | None) -> LayerPlan:
+    if bounds is None or line.input is None:
+        return replace(line, input=None, note=f"{WEIGHT_ONLY}, because it does not run on the calibration data")
+    params = QuantParams.from_range(line.input, *bounds)
+    return replace(line, own_range=RangeDecision(float(params.scale), int(params.zero_point), False, bounds))
 
 
 _HEAD = ("layer", "type", "rule", "weight", "input", "bytes", "after", "")
@@ -367,13 +393,11 @@ def _plan_layer(
     rule = decision.rules[-1] if decision.rules else None
     before = _float_nbytes(layer)
     line = LayerPlan(layer.name, layer.node.op_type, rule, nbytes_before=before, nbytes_after=before)
-    has_float_input = layer.node.op_type == "Gather" or layer.is_weight_only
-    is_dynamic = decision.is_dynamic and (not has_float_input or _is_dynamic_inside(layer, prefer))
-    input_spec = None if has_float_input or is_dynamic else decision.input
+    is_dynamic, input_spec = _input_of(layer, decision, target, prefer)
     has_quantized_inputs = decision.input is not None and not is_dynamic and layer.node.op_type != "Gather"
     reason = layer.reason or (_runtime_problem(layer, target, prefer) if has_quantized_inputs else "")
     note = ""
-    if layer.is_weight_only and decision.input is not None and not is_dynamic:
+    if layer.is_weight_only and decision.input is not None and input_spec is None and not is_dynamic:
         note = f"{WEIGHT_ONLY}, because {_float_cause(layer)}"
     if reason == NO_KERNEL and not is_small:
         reason, note, input_spec = "", f"{NO_KERNEL}, so only its weight is quantized", None
@@ -441,7 +465,25 @@ def _is_fast_stem(layer: Layer, target: Target, prefer: Preference) -> bool:
     return is_dense and prod(layer.shape) >= MIN_CONV_WEIGHTS and not has_slow_weight
 
 
-def _is_dynamic_inside(layer: Layer, prefer: Preference) -> bool:
+def _input_of(layer: Layer, decision: Decision, target: Target, prefer: Preference) -> tuple[bool, QuantSpec | None]:
+    """Return whether the input of a layer is quantized dynamically, and the spec of an input with a fixed scale."""
+    if layer.node.op_type == "Gather":
+        return False, None
+    if layer.is_weight_only and not _is_integer_inside(layer, prefer):
+        return False, None
+    if decision.is_dynamic:
+        return True, None
+    is_static = not layer.is_weight_only or _has_kernel_inside(layer, target, decision)
+    return False, decision.input if is_static else None
+
+
+def _has_kernel_inside(layer: Layer, target: Target, decision: Decision) -> bool:
+    """Whether ONNX Runtime has an integer kernel for a layer in a subgraph with these specs."""
+    has_bytes = all(spec is not None and BYTE // 2 < spec.bits <= BYTE for spec in (decision.weight, decision.input))
+    return has_bytes and not layer.is_scanned and target.runtime == "onnxruntime"
+
+
+def _is_integer_inside(layer: Layer, prefer: Preference) -> bool:
     """Whether the input of a layer in a subgraph, or of a layer that shares its weight with one, is quantized.
 
     If a layer reads the state of a loop, its error grows from step to step. In a loop of 80 steps with two matmuls in

@@ -19,8 +19,8 @@ weights have three axes: directions, rows of gates, and columns.
 A layer in a subgraph of If, Loop or Scan has the name ``<outer node>/<node>``. Its weight is a constant of the main
 graph, if ``subgraph_weights`` could move it there.
 
-Recurrent layers, layers in subgraphs, and layers that share their weight with a subgraph are weight-only: their inputs
-have no fixed scales. Among these, the inputs of MatMuls can be quantized dynamically (``has_integer_form``).
+Recurrent layers, layers in subgraphs, and layers that share their weight with a subgraph are weight-only. The exception
+are MatMuls, whose inputs can be quantized, too (``has_integer_form``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,8 +68,9 @@ class Layer:
     reason: str = ""  # why the layer cannot be quantized, "" if it can
     position: int = 1  # index of the weight among the node's inputs
     outer: NodeProto | None = None  # node of the main graph whose subgraph contains ``node``; None in the main graph
-    is_weight_only: bool = False  # whether the layer's input cannot be quantized with a fixed scale
-    has_integer_form: bool = False  # whether the input of a weight-only layer can be quantized dynamically
+    is_weight_only: bool = False  # whether the layer has no integer kernel, except if has_integer_form is True
+    has_integer_form: bool = False  # whether the input of a weight-only layer can be quantized
+    is_scanned: bool = False  # whether a layer with this weight is in a Scan
     reads_state: bool = False  # whether a layer with this weight reads a value that a Loop passes from step to step
 
     @property
@@ -185,6 +186,7 @@ def _weight_only(graph: Graph, named: NamedNode, position: int, part: str = "") 
         outer=named.outer,
         is_weight_only=True,
         has_integer_form=has_integer_form,
+        is_scanned=any("Scan" in reader.parents for reader in readers),
         reads_state=any(reader.node.input[0] in reader.carried for reader in readers),
     )
 

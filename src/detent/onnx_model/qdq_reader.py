@@ -322,7 +322,8 @@ class QuantizedGraph:
 
     def _is_own_integer(self, weight: WeightCodes, names: Mapping[str, str]) -> bool:
         """Whether detent stored a weight of the main graph for an integer matmul in a subgraph."""
-        return weight.form == "integer" and weight.name in names and weight.name in self.graph.constants
+        is_stored = weight.form in {"codes", "integer"} and not weight.is_bias
+        return is_stored and weight.name in names and weight.name in self.graph.constants
 
     @property
     def kinds(self) -> dict[str, int]:

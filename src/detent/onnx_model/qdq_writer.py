@@ -55,6 +55,7 @@ from detent.spec import QuantSpec
 
 __all__ = [
     "DynamicCodes",
+    "Names",
     "Pair",
     "QdqParams",
     "QdqWriter",

@@ -163,7 +163,8 @@ def open_decisions(
         )
     name = Recipe.from_json(decisions.recipe).name if decisions.recipe else ""
     specs = {name or "recipe": {each.name: each.weight_params.spec for each in quantized}}
-    inputs = {each.name: params[layers[each.name].data] for each in quantized if each.input is not None}
+    placed = [each for each in quantized if each.input is not None and each.own_range is None]
+    inputs = {each.name: params[layers[each.name].data] for each in placed}
     weights = {each.name: each.weight_params for each in quantized}
     layer_rules = _rule_per_layer(quantized, name)
     return OnnxLayerRunner(model, layers, specs, layer_rules, inputs, (feeds, count), storage, weights)
@@ -225,7 +226,8 @@ def _input_params(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> dict[str, Qua
     if calibration is None:
         return {}
     placements = {each.tensor: each for each in graph_plan.placements(calibration.ranges)}
-    specs = {line.name: line.input for line in graph_plan.quantized if line.input is not None}
+    own = set(graph_plan.own_range_layers)
+    specs = {line.name: line.input for line in graph_plan.quantized if line.input is not None and line.name not in own}
     tensors = {name: graph_plan.layers_by_name[name].data for name in specs}
     return {
         name: activation_params(replace(placements[tensors[name]], spec=spec), calibration, clipped=True)

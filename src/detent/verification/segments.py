@@ -29,11 +29,11 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent.checks import first_index
 from detent.onnx.decisions import Decisions, LayerDecision, QuantizerPlacement
-from detent.onnx.quantized_graph import bias_codes, bias_scale, readers_of, stays_float
+from detent.onnx.quantized_graph import bias_codes, bias_scale, own_nodes, readers_of, replace_layer, stays_float
 from detent.onnx_model.graph import Graph, node_name, reads
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.qdq_reader import DynamicQuantizer, QuantizedGraph, QuantizeNode
-from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, integer_matmul, stored_codes
+from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, stored_codes
 from detent.onnx_model.sessions import PROBE_BUDGET, make_session, ort_errors
 from detent.onnx_model.targets import Container, Target, get_target
 from detent.ops import dequantize, fake_quantize, quantize
@@ -159,7 +159,7 @@ class SegmentCheck:
     def _replace_weights(self, decisions: Decisions, params: Mapping[str, QuantParams]) -> None:
         graph, layers = self._graph, {layer.name: layer for layer in layers_of(self._graph)}
         for line in decisions.layers:
-            if not line.is_quantized or line.dynamic_input is not None:
+            if not line.is_quantized or line.dynamic_input is not None or line.own_range is not None:
                 continue
             layer, node = layers[line.name], layers[line.name].node
             weight = fake_quantize(graph.array(layer.weight), line.weight_params)
@@ -203,11 +203,11 @@ class SegmentCheck:
         names = {} if provenance is None else provenance.activations
         quantizers = {names.get(each.node): each for each in self._artifact.dynamic_quantizers}
         for line in decisions.layers:
-            if line.dynamic_input is None:
+            if line.own_range is None and line.dynamic_input is None:
                 continue
             layer = layers[line.name]
-            if layer.outer is not None:
-                self._write_inner(line, layer, get_target(decisions.target))
+            if line.own_range is not None or layer.outer is not None:
+                self._write_own(line, layer, get_target(decisions.target))
                 continue
             quantizer, output = quantizers.get(layer.data), layer.node.output[0]
             if quantizer is None:
@@ -224,15 +224,13 @@ class SegmentCheck:
             if output in graph.outputs:
                 self._dynamic_outputs[output] = dynamic
 
-    def _write_inner(self, line: LayerDecision, layer: Layer, target: Target) -> None:
-        """Replace a layer in a subgraph by an integer matmul with codes that detent computes from the source."""
+    def _write_own(self, line: LayerDecision, layer: Layer, target: Target) -> None:
+        """Quantize a layer in a subgraph as the file does, with codes that detent computes from the source's weight."""
         graph, writer, params = self._graph, QdqWriter(self._graph), line.weight_params
         qparams = QdqParams.of(params, target.weight_container(params.spec, min_bits=BYTE), len(layer.shape))
         codes = stored_codes(quantize(graph.array(layer.weight), params).codes, params, qparams)
-        quantize_x, names = writer.dynamic(layer.node.input[0])
-        nodes = integer_matmul(graph, layer.node, names, writer.codes(layer.weight, codes, qparams), qparams)
-        assert layer.outer is not None  # noqa: S101 - the caller has checked it
-        graph.replace_in_subgraph(layer.node, [quantize_x, *nodes], layer.outer)
+        names = writer.codes(layer.weight, codes, qparams)
+        replace_layer(graph, layer, own_nodes(writer, line, layer, target, names, qparams))
 
     def result(self) -> Segments:
         """Return the result over all batches."""
