@@ -17,6 +17,7 @@ import argparse
 import logging
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -24,9 +25,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import onnx
 from cpu_time import cpu_times_in_turns
+from float16_networks import Float16Network
+from networks import FRESH_NETWORKS, NETWORKS
 from numpy.typing import NDArray
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from results_file import stored_models, write_result
 from run import environment
@@ -92,6 +97,8 @@ class Case(NamedTuple):
     tools: Sequence[str] = ("w8a8", "ORT static", "w8a8-dynamic", "ORT dynamic")
 
 
+FLOAT16_TOOLS = ("w8a8", "w8a8 float16", "ORT static", "w8a8-dynamic", "ORT dynamic")
+GROUP_TOOLS = ("w4a16", "ORT 4 bits")  # groups of 128
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         "lstm": Case("LSTM, 2 directions", lambda: UNSEEN["lstm"]),
@@ -100,6 +107,12 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "arabic": Case("GRUs in a transformer", lambda: UNSEEN["arabic"]),
         "silero-vad": Case("LSTM in an If", lambda: ZooSubject(ZOO["silero-vad"])),
         "hebrew": Case("LSTMs as Loops", lambda: UNSEEN["hebrew"]),
+        "bert-float16": Case("float16", lambda: Float16Network(NETWORKS["bert"]), FLOAT16_TOOLS),
+        "vit-float16": Case("float16", lambda: Float16Network(NETWORKS["vit"]), FLOAT16_TOOLS),
+        "squeezenet-float16": Case("float16", lambda: Float16Network(NETWORKS["squeezenet"]), FLOAT16_TOOLS),
+        "bert-192": Case("ragged groups", lambda: NETWORKS["bert"], GROUP_TOOLS),
+        "deit-144": Case("ragged groups", lambda: FRESH_NETWORKS["deit"], GROUP_TOOLS),
+        "swin-96": Case("ragged groups", lambda: NETWORKS["swin"], GROUP_TOOLS),
     }
 )
 
@@ -128,19 +141,30 @@ def _ort_dynamic(source: Path, target: Path, _feeds: Sequence[Feed]) -> None:
     quantize_dynamic(source, target, per_channel=True, reduce_range=True, extra_options={"EnableSubgraph": True})
 
 
-def _detent(recipe: str) -> Callable[[Path, Path, Sequence[Feed]], None]:
-    def write(source: Path, target: Path, feeds: Sequence[Feed]) -> None:
-        qo.quantize(source, target, feeds if recipe == "w8a8" else None, recipe, progress=False)
+def _ort_4_bits(source: Path, target: Path, _feeds: Sequence[Feed]) -> None:
+    quantizer = MatMulNBitsQuantizer(onnx.load(source), bits=4, block_size=128, is_symmetric=True)
+    quantizer.process()
+    onnx.save(quantizer.model.model, target)
+
+
+def _detent(recipe: str, **options: Any) -> Callable[[Path, Path, Sequence[Feed]], dict[str, Any]]:
+    def write(source: Path, target: Path, feeds: Sequence[Feed]) -> dict[str, Any]:
+        data = feeds if recipe == "w8a8" else None
+        report = qo.quantize(source, target, data, recipe, progress=False, **options)
+        reasons = Counter(layer.reason for layer in report.layers if layer.reason)
+        return {"layers": len(report.layers), "quantized": len(report.plan.quantized), "in_float": dict(reasons)}
 
     return write
 
 
 ORT = "ORT "  # prefix of the names of ONNX Runtime's tools; all other names are recipes of detent
-TOOLS: Mapping[str, Callable[[Path, Path, Sequence[Feed]], None]] = MappingProxyType(
+TOOLS: Mapping[str, Callable[[Path, Path, Sequence[Feed]], dict[str, Any] | None]] = MappingProxyType(
     {
         **{recipe: _detent(recipe) for recipe in ("w8a8", "w8a8-dynamic", "w8a16", "w4a16")},
+        "w8a8 float16": _detent("w8a8", float16=True),
         f"{ORT}static": _ort_static,
         f"{ORT}dynamic": _ort_dynamic,
+        f"{ORT}4 bits": _ort_4_bits,
     }
 )
 
@@ -160,16 +184,16 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     for tool in case.tools:
         path = FILES / f"{name}.{tool.replace(' ', '-')}.onnx"
         try:
-            TOOLS[tool](source, path, calibration)
+            facts = TOOLS[tool](source, path, calibration)
             make_session(path, threads=THREADS).run(None, held_out[0])
         except Exception as error:  # noqa: BLE001 - the error of a tool is its result
             rows[tool] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"}
         else:
-            files[tool], rows[tool] = path, {}
+            files[tool], rows[tool] = path, facts or {}
     expected = _outputs(source, held_out)
     times = cpu_times_in_turns(source, files, held_out[:TIMED_SAMPLES], rounds, THREADS)
     for tool, path in files.items():
-        rows[tool] = {
+        rows[tool] |= {
             **_accuracy(expected, _outputs(path, held_out), subject.decide),
             "size_ratio": path.stat().st_size / source.stat().st_size,
             "time": times[tool],

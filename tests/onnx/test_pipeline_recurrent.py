@@ -328,6 +328,11 @@ def test_without_an_integer_kernel_only_weights_are_quantized(recipe, target, su
     assert dt.verify(subject[0], report.output, subject[1][:1]).ok
 
 
+def test_groups_have_no_integer_kernel_in_a_subgraph(subject):
+    plan = qo.plan(qo.prepare(subject[0], low_bits=True), dt.Recipe([dt.Rule(weight="int8/group4", input="uint8")]))
+    assert [line.input for line in plan.layers if line.name in INNER] == [None] * 3
+
+
 def test_a_wrong_scale_in_a_subgraph_is_found(subject, tmp_path):
     report = quantize(subject, tmp_path)
     layers = [

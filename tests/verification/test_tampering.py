@@ -22,6 +22,7 @@ tampering = importlib.import_module("tampering")
 small_models = importlib.import_module("small_models")
 fuzz_verify = importlib.import_module("fuzz_verify")
 
+ATTENTION = dt.Recipe([*dt.Recipe.preset("w8a8").rules, dt.Rule(types="ActivationMatMul", input="uint8")])
 OPTIONS = {
     "cnn": (small_models.cnn, {"skip": small_models.SKIPPED, "keep_float": "none"}),
     "transformer": (small_models.transformer, {}),
@@ -31,6 +32,7 @@ OPTIONS = {
     "recurrent": (small_models.recurrent, {"keep_float": "none"}),
     "recurrent-dynamic": (small_models.recurrent, {"recipe": "w8a8-dynamic", "prefer": "speed"}),
     "recurrent-w4a16": (small_models.recurrent, {"recipe": "w4a16-g32"}),
+    "transformer-attention": (small_models.transformer, {"recipe": ATTENTION}),
 }
 CACHE = {}
 

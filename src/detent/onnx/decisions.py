@@ -11,6 +11,7 @@ layers                 for each layer, specs, weight scales and corrected bias, 
                        subgraphs, also the scale of its input
 equalized, smoothed    factors of cross-layer equalization and of SmoothQuant, in the order of application
 placements, ranges     the tensors with Q/DQ pairs, and their scales and zero points
+float16                whether float constants that are exact in float16 are stored in it
 onnx_version           version of the onnx package that converted the opset; other versions may convert differently
 source, data, recipe,  digests and texts for the metadata of the file; they do not change the file's graph
 options, written_by
@@ -178,10 +179,11 @@ class LayerDecision(_ComparedByContent):
     Attributes:
         name: name of its node.
         reason: why the layer is kept in float; "" if it is quantized.
-        weight: spec of its weight; None if the layer is kept in float.
-        input: spec of its input; None if the input is float or quantized dynamically.
-        weight_scale: scales of its weight, float32, one per parameter set; None if the layer is kept in float.
-        weight_zero_point: zero points of its weight, one per parameter set; None if the layer is kept in float.
+        weight: spec of its weight; None if the layer is kept in float, or is a matmul of two activations.
+        input: spec of its input, or of both inputs of a matmul of two activations; None if the input is float or
+            quantized dynamically.
+        weight_scale: scales of its weight, float32, one per parameter set; None if ``weight`` is None.
+        weight_zero_point: zero points of its weight, one per parameter set; None if ``weight`` is None.
         bias: corrected bias, as int32 codes or as float32; None keeps the model's bias. The scale of int32 codes is the
             input scale times the weight scale.
         input_range: smallest and largest input in the samples that bias correction used; None without a float32 bias.
@@ -225,6 +227,8 @@ class LayerDecision(_ComparedByContent):
                     f"{where} is kept in float ({self.reason}), but has specs or parameters: omit either the reason or "
                     "the specs and parameters"
                 )
+            return
+        if self.is_activation_matmul:
             return
         if any(each is None for each in stored):
             raise SpecError(
@@ -282,7 +286,7 @@ class LayerDecision(_ComparedByContent):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the layer's weight is quantized."""
+        """Whether the layer is quantized."""
         return not self.reason
 
     @property
@@ -290,11 +294,19 @@ class LayerDecision(_ComparedByContent):
         """Whether the layer's input is quantized, with a fixed scale or dynamically."""
         return self.input is not None or self.dynamic_input is not None
 
+    @property
+    def is_activation_matmul(self) -> bool:
+        """Whether the layer is a quantized matmul of two activations, which has an input spec and nothing else."""
+        others = self.weight, self.weight_scale, self.weight_zero_point, self.bias, self.input_range
+        is_plain = all(each is None for each in (*others, self.index_rank, self.dynamic_input, self.own_range))
+        return is_plain and not self.reason and self.input is not None
+
     @cached_property
     def weight_params(self) -> QuantParams:
         """Quantization parameters of the layer's weight."""
         if self.weight is None or self.weight_scale is None:
-            raise SpecError(f"layer {self.name!r} has no weight parameters, because it is kept in float: {self.reason}")
+            why = f"it is kept in float: {self.reason}" if self.reason else "it is a matmul of two activations"
+            raise SpecError(f"layer {self.name!r} has no weight parameters, because {why}")
         return QuantParams(self.weight, self.weight_scale, self.weight_zero_point)
 
     def kept_in_float(self, reason: str) -> "LayerDecision":
@@ -420,6 +432,7 @@ class Decisions(_ComparedByContent):
         smoothed: SmoothQuant of tensors, in the order of application.
         placements: tensors with Q/DQ pairs, in graph order.
         ranges: scale and zero point of each group of placements, by the group's name.
+        float16: whether the file stores constants of float parts in float16, if their values are exact in it.
 
     >>> decisions = Decisions(target="openvino", layers=(LayerDecision("fc", "skipped"),))
     >>> decisions
@@ -449,6 +462,7 @@ class Decisions(_ComparedByContent):
     smoothed: tuple[Smoothed, ...] = ()
     placements: tuple[QuantizerPlacement, ...] = ()
     ranges: Mapping[str, RangeDecision] = field(default_factory=dict)
+    float16: bool = False
 
     def __post_init__(self) -> None:
         self._check_versions()
@@ -574,10 +588,11 @@ class Decisions(_ComparedByContent):
         """
         values = parse(text, "the JSON of decisions")
         check_version(values.get("version"), VERSION, "decisions")
+        values.setdefault("float16", False)  # earlier versions wrote neither it nor dynamic_input
         layers = values.get("layers")
         for each in layers if isinstance(layers, list) else ():
             if isinstance(each, dict):
-                each.setdefault("dynamic_input", None)  # earlier versions did not write these two
+                each.setdefault("dynamic_input", None)
                 each.setdefault("own_range", None)
         return decode(cls, values, "decisions", LEAVES)
 

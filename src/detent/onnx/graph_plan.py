@@ -20,7 +20,7 @@ from detent.observers import best_params
 from detent.onnx.decisions import QuantizerPlacement, RangeDecision
 from detent.onnx.placement import place_quantizers
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of, describe, subgraphs
-from detent.onnx_model.layers import RECURRENT, Layer, all_nodes, layers_of
+from detent.onnx_model.layers import ACTIVATION_MATMUL, RECURRENT, TWO_ACTIVATIONS, Layer, all_nodes, layers_of
 from detent.onnx_model.targets import Target, get_target
 from detent.params import QuantParams
 from detent.recipe import EXCLUDED, NO_RULE, Decision, PlanTotals, Recipe, get_recipe, skipped_names
@@ -69,6 +69,14 @@ NO_KERNEL = "ONNX Runtime has no integer kernel for ConvTranspose"  # a reason, 
 DYNAMIC = "dynamic"  # after the spec of an input in plans and reports
 DYNAMIC_SPEC = QuantSpec("uint8")  # what DynamicQuantizeLinear computes
 BYTE = 8  # bits
+TABLE_SPEC = QuantSpec("int8", granularity=PerAxis(0))  # of embeddings, if a rule for all layers has fewer bits
+TABLE_NOTE = "8 bits, because ONNX files store embeddings in bytes"
+# Time of attention (two matmuls, softmax, transposes) with both matmuls on integer kernels of ONNX Runtime 1.31,
+# relative to float, on one thread of a CPU with VNNI, for 32, 64, 128, 256 and 512 tokens (heads of equal total size):
+#   heads of 32: 1.09, 1.03, 0.99, 0.99, 1.06; of 64: 0.99, 0.88, 0.85, 0.82, 0.87; of 128: 0.95, 0.82, 0.80, 0.75, 0.74
+# If the outputs are quantized, too, attention takes longer, because softmax runs in float.
+MIN_MATMUL_SIZE = 64  # a matmul of two activations with a smaller known size is not quantized by prefer="speed"
+MATRIX_RANK = 2
 MIN_GROUP_SIZE = 16  # the smallest group size that replaces a larger one
 FLOAT_BYTES = 4
 
@@ -82,8 +90,9 @@ class LayerPlan:
         type: operator of its node.
         rule: index of the last rule that matched; None if no rule matched.
         reason: why the layer is kept in float; "" if it is quantized.
-        weight: spec of its weight; None if the layer is kept in float.
-        input: spec of its input; None if the input is float or quantized dynamically.
+        weight: spec of its weight; None if the layer is kept in float, or is a matmul of two activations.
+        input: spec of its input, or of both inputs of a matmul of two activations; None if the input is float or
+            quantized dynamically.
         observer: observer of its input; None if no rule names an observer.
         nbytes_before: bytes of its weight in the float file.
         nbytes_after: bytes of its weight in the quantized file, including scales and zero points. Equal zero points are
@@ -192,7 +201,8 @@ class GraphPlan(PlanTotals[LayerPlan]):
     def weight_params(self, line: LayerPlan) -> QuantParams:
         """Return the parameters of a quantized layer's weight; layers with the same weight and spec share them."""
         if line.weight is None:
-            raise SpecError(f"layer {line.name!r} has no weight parameters, because it is kept in float: {line.reason}")
+            why = f"it is kept in float: {line.reason}" if line.reason else f"it is {TWO_ACTIVATIONS}"
+            raise SpecError(f"layer {line.name!r} has no weight parameters, because {why}")
         key = self.layers_by_name[line.name].weight, line.weight
         if key not in self._weight_params:
             try:
@@ -306,7 +316,7 @@ def plan(
         target: the runtime that the file is for, such as "onnxruntime-avx2".
         skip: names or glob patterns of layers to keep in float.
         prefer: "accuracy" uses 8-bit weights where fast kernels need 7 bits. "speed" keeps weights in float that would
-        be dequantized in every run. See ``qo.quantize``.
+        be dequantized in every run, and quantizes large matmuls of two activations. See ``qo.quantize``.
 
     Raises:
         SpecError: a rule or a pattern of ``skip`` matches no layer, or a weight lacks the axis that its rule names.
@@ -326,7 +336,7 @@ def plan(
         raise UnsupportedError(
             "nothing to quantize: the model has no Conv, MatMul, Gemm, Gather, LSTM, GRU or RNN with a constant weight"
         )
-    usable = [layer.name for layer in layers if not layer.reason] or [layer.name for layer in layers]
+    usable = [layer.name for layer in layers if layer.weight and not layer.reason] or [layer.name for layer in layers]
     first, last = (usable[0], usable[-1]) if usable else ("", "")
     rule_layers = [RuleLayer(each.name, each.types, each.name == first, each.name == last) for each in layers]
     recipe.check_matched(rule_layers)
@@ -336,7 +346,16 @@ def plan(
     for each, layer in zip(rule_layers, layers, strict=True):
         decision = recipe.resolve(each.name, each.types, first=each.first, last=each.last)
         is_small = prefer == "speed" or _float_nbytes(layer) < small
-        line = _plan_layer(graph, layer, decision, target, prefer, skipped=layer.name in skipped, is_small=is_small)
+        is_skipped = layer.name in skipped
+        if layer.second:
+            is_named = any(ACTIVATION_MATMUL in recipe.rules[i].types for i in decision.rules)
+            is_chosen = is_named or (prefer == "speed" and _is_fast_matmul(graph, layer, target))
+            lines.append(_plan_matmul(layer, decision, skipped=is_skipped, is_chosen=is_chosen))
+            continue
+        is_widened = layer.node.op_type == "Gather" and _is_too_narrow(recipe, decision)
+        decision = replace(decision, weight=TABLE_SPEC) if is_widened else decision
+        line = _plan_layer(graph, layer, decision, target, prefer, skipped=is_skipped, is_small=is_small)
+        line = replace(line, note=TABLE_NOTE) if is_widened and line.is_quantized else line
         lines.append(line if prefer == "accuracy" else _with_fast_weight(line, layer, target))
     if target.runtime != "onnxruntime" and any(line.dynamic_input is not None for line in lines):
         raise UnsupportedError(
@@ -350,7 +369,7 @@ def plan(
 def _without_shared(graph: Graph, layers: Mapping[str, Layer], lines: Iterable[LayerPlan]) -> tuple[LayerPlan, ...]:
     """Keep a layer in float if another node needs the same weight in float, because codes would enlarge the file."""
     lines = tuple(lines)
-    quantized = {line.name: layers[line.name].weight for line in lines if line.is_quantized}
+    quantized = {line.name: layers[line.name].weight for line in lines if line.weight is not None}
     reasons = {weight: _float_reader(graph, weight, quantized) for weight in dict.fromkeys(quantized.values())}
     texts = {
         name: f"{reasons[weight]} also reads this weight in float, so storing codes as well would make the file larger"
@@ -434,6 +453,41 @@ def _plan_layer(
     return replace(line, nbytes_after=stored_nbytes(weight, layer.shape, widths), note=note)
 
 
+def _is_too_narrow(recipe: Recipe, decision: Decision) -> bool:
+    """Whether a rule for all layers gives an embedding fewer than 8 bits, which ONNX files store in bytes anyway."""
+    weight_rules = [recipe.rules[i] for i in decision.rules if recipe.rules[i].weight is not None]
+    is_general = bool(weight_rules) and weight_rules[-1].match == "*" and not weight_rules[-1].types
+    return (
+        is_general and decision.weight is not None and decision.weight.format.is_integer and decision.weight.bits < BYTE
+    )
+
+
+def _plan_matmul(layer: Layer, decision: Decision, *, skipped: bool, is_chosen: bool) -> LayerPlan:
+    """Plan a matmul of two activations: both inputs are quantized if ``is_chosen`` and its rules allow it."""
+    line = LayerPlan(layer.name, layer.node.op_type, decision.rules[-1] if decision.rules else None)
+    if not is_chosen:
+        return line.kept_in_float(TWO_ACTIVATIONS)
+    if skipped or decision.skip:
+        return line.kept_in_float("skipped" if skipped else EXCLUDED)
+    if decision.input is None:
+        return line.kept_in_float(f"{TWO_ACTIVATIONS}, and its rule has no input spec")
+    reason = activation_problem(decision.input)
+    if decision.is_dynamic:
+        reason = "dynamic quantization needs a constant weight"
+    if reason:
+        return line.kept_in_float(f"{TWO_ACTIVATIONS}: {reason}")
+    return replace(line, input=decision.input, observer=decision.observer, note="both inputs are quantized")
+
+
+def _is_fast_matmul(graph: Graph, layer: Layer, target: Target) -> bool:
+    """Whether a matmul of two activations is faster on an integer kernel; only known sizes count."""
+    rows, columns = graph.shape(layer.data), graph.shape(layer.second)
+    if target.runtime != "onnxruntime" or not rows or not columns or min(len(rows), len(columns)) < MATRIX_RANK:
+        return False
+    sizes = [size for size in (*rows[-2:], *columns[-2:]) if isinstance(size, int)]
+    return bool(sizes) and min(sizes) >= MIN_MATMUL_SIZE
+
+
 def _with_fast_weight(line: LayerPlan, layer: Layer, target: Target) -> LayerPlan:
     """Limit the weight of a dense layer to codes that fast kernels multiply exactly."""
     if line.weight is None or not line.has_quantized_input or layer.depthwise:
@@ -480,7 +534,8 @@ def _input_of(layer: Layer, decision: Decision, target: Target, prefer: Preferen
 def _has_kernel_inside(layer: Layer, target: Target, decision: Decision) -> bool:
     """Whether ONNX Runtime has an integer kernel for a layer in a subgraph with these specs."""
     has_bytes = all(spec is not None and BYTE // 2 < spec.bits <= BYTE for spec in (decision.weight, decision.input))
-    return has_bytes and not layer.is_scanned and target.runtime == "onnxruntime"
+    is_grouped = decision.weight is not None and isinstance(decision.weight.granularity, PerGroup)
+    return has_bytes and not is_grouped and not layer.is_scanned and target.runtime == "onnxruntime"
 
 
 def _is_integer_inside(layer: Layer, prefer: Preference) -> bool:

@@ -74,7 +74,8 @@ def convert(
         converted.metadata_props.extend(
             each for each in model.metadata_props if each.key not in {old.key for old in converted.metadata_props}
         )
-    needed_ir = min(max(converted.ir_version, 8 if opset < BLOCKED_OPSET else NEWEST_IR), NEWEST_IR)
+    is_old = max(own_opset, opset) < BLOCKED_OPSET
+    needed_ir = min(max(converted.ir_version, 8 if is_old else NEWEST_IR), NEWEST_IR)
     if ir_version not in {None, needed_ir}:
         raise SpecError(f"decisions: ir_version must be {needed_ir} for this model, got {ir_version}")
     converted.ir_version = needed_ir

@@ -27,6 +27,7 @@ from detent.onnx.bias_correction import CorrectedBias
 from detent.onnx.calibration import Calibration, choose_params, range_decisions
 from detent.onnx.decisions import MAX_BIAS_CODE, Decisions, LayerDecision, QuantizerPlacement
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, activation_problem, dynamic_problem, weight_problem
+from detent.onnx.half_precision import store_float16
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.stored_decisions import to_metadata
 from detent.onnx_model.files import ModelSource, copied, load, load_model
@@ -218,7 +219,7 @@ def _layer_decision(
     plan: GraphPlan, line: LayerPlan, tensor_params: Mapping[str, QuantParams], corrected: CorrectedBias | None
 ) -> LayerDecision:
     if line.weight is None:
-        return LayerDecision(line.name, line.reason)
+        return LayerDecision(line.name, line.reason, input=line.input)
     layer, params = plan.layers_by_name[line.name], plan.weight_params(line)
     incoming = tensor_params.get(layer.data) if line.input is not None else None
     own = plan.graph.array(layer.bias) if layer.bias in plan.graph.constants else None
@@ -273,6 +274,7 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
     """
     graph, target = Graph(model), get_target(decisions.target)
     layers = check_fits(graph, decisions)
+    own_constants = [name for name in graph.constants if name not in decisions.constants]
     writer = _Writer(graph, target, decisions)
     for placement in decisions.placements:
         if placement.source_tensor:
@@ -280,7 +282,7 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
         else:
             writer.write_activation(placement)
     for line in decisions.layers:
-        if line.is_quantized:
+        if line.weight is not None:
             writer.write_layer(line, layers[line.name])
     guard_float(graph, [line.name for line in decisions.layers if line.is_quantized and line.input is None])
     if target.runtime == "onnxruntime":
@@ -288,6 +290,8 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
     share_floats(graph)
     _share_zero_points(graph)
     graph.drop_unread()
+    if decisions.float16:
+        store_float16(graph, own_constants)
     finished = graph.finish()
     del finished.graph.value_info[:]  # inferred shapes take a tenth of a small file, and runtimes infer them again
     clear_notes(finished.graph)
@@ -341,10 +345,15 @@ def _check_layers(graph: Graph, layers: Mapping[str, Layer], decisions: Decision
         )
     tensors = {each.tensor: each for each in decisions.placements}
     for each in decisions.layers:
-        if each.is_quantized:
-            problem = _layer_problem(graph, layers[each.name], each, tensors, get_target(decisions.target))
-            if problem:
-                raise SpecError(f"layer {each.name!r}: {problem}")
+        layer, problem = layers[each.name], ""
+        if layer.second:
+            problem = _matmul_problem(layer, each, tensors)
+        elif each.is_activation_matmul:
+            problem = "weight must be a spec, because the layer is not a matmul of two activations"
+        elif each.is_quantized:
+            problem = _layer_problem(graph, layer, each, tensors, get_target(decisions.target))
+        if problem:
+            raise SpecError(f"layer {each.name!r}: {problem}")
 
 
 def _layer_problem(
@@ -369,6 +378,28 @@ def _layer_problem(
     indices = graph.shape(layer.data)
     if line.index_rank is not None and indices is not None and line.index_rank != len(indices):
         return f"index_rank must be {len(indices)}, the rank of the layer's indices, got {line.index_rank}"
+    return ""
+
+
+def _matmul_problem(layer: Layer, line: LayerDecision, placements: Mapping[str, QuantizerPlacement]) -> str:
+    """Explain why a decision cannot be applied to a matmul of two activations; "" if it can."""
+    reading = [name for name in layer.activations if name in placements and line.name in placements[name].readers]
+    if not line.is_quantized:
+        return f"it is kept in float, but reads codes of {reading[0]!r}: remove it from readers=" if reading else ""
+    if line.input is None or not line.is_activation_matmul:
+        return "a matmul of two activations must have input=, and no weight, bias or dynamic input"
+    if activation_problem(line.input):
+        return activation_problem(line.input)
+    missing = [
+        name
+        for name in layer.activations
+        if name not in placements or not (placements[name].is_read_by_all or name in reading)
+    ]
+    if missing:
+        return (
+            f"input= is a spec, but {missing[0]!r} has no placement for this layer: add a placement, add the layer to "
+            "the placement's readers=, or keep the layer in float"
+        )
     return ""
 
 

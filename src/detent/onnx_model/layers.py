@@ -21,6 +21,9 @@ graph, if ``subgraph_weights`` could move it there.
 
 Recurrent layers, layers in subgraphs, and layers that share their weight with a subgraph are weight-only. The exception
 are MatMuls, whose inputs can be quantized, too (``has_integer_form``).
+
+A MatMul of two activations, as in attention, is a layer without a weight. Rules match it as MatMul and
+ActivationMatMul.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +43,17 @@ from detent.onnx_model.graph import (
     subgraphs,
 )
 
-__all__ = ["QUANTIZED_ALREADY", "RECURRENT", "WEIGHTED", "Layer", "NamedNode", "all_nodes", "layers_of"]
+__all__ = [
+    "ACTIVATION_MATMUL",
+    "QUANTIZED_ALREADY",
+    "RECURRENT",
+    "TWO_ACTIVATIONS",
+    "WEIGHTED",
+    "Layer",
+    "NamedNode",
+    "all_nodes",
+    "layers_of",
+]
 
 CONVS = ("Conv", "ConvTranspose")
 RECURRENT = ("LSTM", "GRU", "RNN")
@@ -49,12 +62,14 @@ WEIGHTED = (*COMPUTING, "Gather")
 RECURRENT_WEIGHTS = {"W": 1, "R": 2}  # positions of the weights among the inputs of a recurrent node
 _ERROR_MAGNIFYING = ("Pow", "Sqrt", "Log", "Exp", "Reciprocal")
 QUANTIZED_ALREADY = "its weight is quantized already"  # reason to keep a layer in float
+TWO_ACTIVATIONS = "a matmul of two activations"  # reason to keep a layer in float
+ACTIVATION_MATMUL = "ActivationMatMul"  # type of a matmul of two activations, for rules
 _DIMENSIONS = {3: "1d", 4: "2d", 5: "3d"}  # maps the rank of a convolution's weight to the suffix of its type
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A node with a weight."""
+    """A node with a weight, or a matmul of two activations."""
 
     node: NodeProto
     name: str
@@ -70,8 +85,14 @@ class Layer:
     outer: NodeProto | None = None  # node of the main graph whose subgraph contains ``node``; None in the main graph
     is_weight_only: bool = False  # whether the layer has no integer kernel, except if has_integer_form is True
     has_integer_form: bool = False  # whether the input of a weight-only layer can be quantized
+    second: str = ""  # name of the second activation of a matmul of two activations, "" for layers with a weight
     is_scanned: bool = False  # whether a layer with this weight is in a Scan
     reads_state: bool = False  # whether a layer with this weight reads a value that a Loop passes from step to step
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Names of the activations that are quantized as inputs of the layer."""
+        return (self.data, self.second) if self.second else (self.data,)
 
     @property
     def is_recurrent(self) -> bool:
@@ -139,6 +160,8 @@ def _layer(graph: Graph, node: NodeProto) -> Layer:
     name, op = node_name(node), node.op_type
     position = 0 if op == "Gather" else 1
     weight, data = node.input[position], node.input[1 - position]
+    if op == "MatMul" and _is_activation(graph, weight) and _is_activation(graph, data):
+        return Layer(node, name, (op, ACTIVATION_MATMUL), data, second=weight)
     reason = _weight_problem(graph, node, weight)
     if reason:
         return Layer(node, name, (op,), reason=reason, position=position)
@@ -203,16 +226,26 @@ def _types(op: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     return op, "Embedding" if op == "Gather" else "Linear"
 
 
+def _is_activation(graph: Graph, name: str) -> bool:
+    """Return whether a tensor is computed in float, and is neither a constant nor a dequantized weight."""
+    producer = graph.producer(name)
+    if producer is not None and producer.op_type in {DEQUANTIZE, "Cast"} and producer.input[0] in graph.constants:
+        return False
+    return name not in graph.constants and graph.kind(name) in {TensorProto.UNDEFINED, TensorProto.FLOAT}
+
+
 def _weight_problem(graph: Graph, node: NodeProto, weight: str) -> str:
     """Return why the weight of a node is not a float constant, or "" if the weight is a float constant."""
     producer = graph.producer(weight)
     if producer is not None and producer.op_type == DEQUANTIZE:
         return QUANTIZED_ALREADY
+    if producer is not None and producer.op_type == "Cast" and producer.input[0] in graph.constants:
+        return f"its weight is stored as {TensorProto.DataType.Name(graph.kind(producer.input[0]))}"
     if weight not in graph.constants:
         if node.op_type in RECURRENT:
             return "its weight is computed, not constant"
         is_left = node.input[0] in graph.constants
-        return "constant on the left (W @ x); only x @ W is supported" if is_left else "a matmul of two activations"
+        return "constant on the left (W @ x); only x @ W is supported" if is_left else TWO_ACTIVATIONS
     if graph.kind(weight) != TensorProto.FLOAT:
         return f"its weight is {TensorProto.DataType.Name(graph.kind(weight))}, not FLOAT"
     return ""

@@ -11,7 +11,7 @@ from typing import Literal
 from onnx import NodeProto
 
 from detent.onnx_model.graph import DEQUANTIZE, MOVING, node_name, trace_back
-from detent.onnx_model.layers import QUANTIZED_ALREADY, RECURRENT, all_nodes, layers_of
+from detent.onnx_model.layers import QUANTIZED_ALREADY, RECURRENT, TWO_ACTIVATIONS, all_nodes, layers_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import kernels_of
 
@@ -98,6 +98,8 @@ class _Finder:
             quantizer = None if node.op_type == "Gather" else self._quantizer(node, weight)
             float_weight = line.weight if line is not None and weight is None else ""
             reason = "" if line is None or line.reason == QUANTIZED_ALREADY else line.reason
+            if line is not None and line.second and weight is None and quantizer is None:
+                reason = TWO_ACTIVATIONS
             result = "" if integer is None else self._float_result(node)
             layers.append(FileLayer(self._name(node, weight), node, weight, quantizer, float_weight, reason, result))
         return [*layers, *self._weight_only(main)]

@@ -74,7 +74,7 @@ def problems(
     """
     params, ranges = decisions.tensor_params(), _observed_ranges(decisions)
     for line in decisions.layers:
-        if line.is_quantized:
+        if line.weight is not None:
             layer = layers[line.name]
             incoming = params.get(layer.data) if line.input is not None else None
             weight = graph.array(layer.weight)
@@ -250,8 +250,9 @@ def decided(decisions: Decisions, corrections: Mapping[str, Correction]) -> tupl
     layers, lines = decisions.layers, [f"target {decisions.target}, opset {decisions.opset}"]
     quantized = [each for each in layers if each.is_quantized]
     in_float = [each.name for each in layers if not each.is_quantized]
+    matmuls = [each.name for each in layers if each.is_activation_matmul]
     scales = [each.scale for each in decisions.ranges.values()]
-    specs = Counter(str(each.weight) for each in quantized)
+    specs = Counter(str(each.weight) for each in quantized if each.weight is not None)
     spec_counts = ", ".join(f"{count} {spec}" for spec, count in specs.most_common())
     counts = (
         (len(specs), "weight format", "", spec_counts),
@@ -268,6 +269,7 @@ def decided(decisions: Decisions, corrections: Mapping[str, Correction]) -> tupl
             "",
         ),
         (sum(each.dynamic_input is not None for each in quantized), "layer", " with dynamic quantization", ""),
+        (len(matmuls), "matmul", " of two activations", _listed(matmuls)),
         (len(in_float), "layer", " kept in float", _listed(in_float)),
         (len(decisions.equalized), "equalized tensor", "", _listed([each.tensor for each in decisions.equalized])),
         (len(decisions.smoothed), "smoothed tensor", "", _listed([each.tensor for each in decisions.smoothed])),

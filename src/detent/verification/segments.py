@@ -159,7 +159,7 @@ class SegmentCheck:
     def _replace_weights(self, decisions: Decisions, params: Mapping[str, QuantParams]) -> None:
         graph, layers = self._graph, {layer.name: layer for layer in layers_of(self._graph)}
         for line in decisions.layers:
-            if not line.is_quantized or line.dynamic_input is not None or line.own_range is not None:
+            if line.weight is None or line.dynamic_input is not None or line.own_range is not None:
                 continue
             layer, node = layers[line.name], layers[line.name].node
             weight = fake_quantize(graph.array(layer.weight), line.weight_params)
