@@ -88,7 +88,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Settings:
-    """How runs are timed.
+    """Settings of timed runs.
 
     Attributes:
         clock: key of ``CLOCKS``.
