@@ -32,6 +32,7 @@ from detent.spec import QuantSpec
 
 __all__ = [
     "FLOAT_TYPES",
+    "PLAIN_TYPES",
     "Arguments",
     "Order",
     "Slot",
@@ -57,7 +58,7 @@ __all__ = [
 ]
 
 FLOAT_TYPES: Mapping[torch.dtype, str] = MappingProxyType({getattr(torch, name): name for name in FLOATS})
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _BFLOAT16 = FLOATS["bfloat16"]
 
 
@@ -68,7 +69,7 @@ def is_plain(x: Tensor) -> bool:
     result is also False during forward-mode differentiation, because native kernels do not compute tangents.
     """
     return (
-        type(x) in _PLAIN
+        type(x) in PLAIN_TYPES
         and x.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
@@ -180,7 +181,7 @@ def fingerprint(*tensors: Tensor) -> tuple[object, ...]:
     """
     parts: list[object] = []
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
+        if type(tensor) not in PLAIN_TYPES or tensor.device.type != "cpu":
             parts += [tensor.data_ptr(), tensor._version]
             continue
         array = to_array(tensor)

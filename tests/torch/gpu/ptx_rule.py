@@ -21,7 +21,7 @@ ALLOWED = re.compile(
     |(abs|neg)\.{TYPE}
     |cvt\.rn\.\w+\.\w+                    # integer to float, or a narrower float
     |cvt\.rni\.(f32\.f32|f64\.f64)        # round half to even
-    |cvt\.(f32\.f16|f32\.bf16|f64\.f32)   # exact
+    |cvt\.(f32\.b?f16|f64\.b?f16|f64\.f32) # exact
     |cvt\.rzi(\.\w+)?\.[su]\d+\.f(32|64)  # float that is an integer, to an integer
     |(setp|selp)\.(\w+\.)*{TYPE}""",
     re.VERBOSE,

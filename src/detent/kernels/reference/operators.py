@@ -185,7 +185,7 @@ def fake_quantize_learned_backward(  # noqa: PLR0913 - the operation's own argum
     g64, zero = xp.astype(g, xp.float64), xp.zeros(g.shape, dtype=xp.float64, device=g.device)
     missing = xp.isnan(wide)
     scale_terms = xp.where(missing, zero, xp.multiply(g64, xp.where(inside, value - t, value)))
-    factor = _gradient_factor(xp, spec, tiling, grad_scale, scale)
+    factor = gradient_factor(xp, spec, tiling, grad_scale, scale)
     gs = xp.multiply(sum_sets(xp, scale_terms, tiling), factor)
     if not spec.format.is_integer:
         return gx, xp.astype(gs, scale.dtype), xp.zeros_like(scale)
@@ -194,7 +194,7 @@ def fake_quantize_learned_backward(  # noqa: PLR0913 - the operation's own argum
     return gx, xp.astype(gs, scale.dtype), xp.astype(gz, scale.dtype)
 
 
-def _gradient_factor(xp: Any, spec: QuantSpec, tiling: Tiling, grad_scale: float | None, like: Any) -> Any:
+def gradient_factor(xp: Any, spec: QuantSpec, tiling: Tiling, grad_scale: float | None, like: Any) -> Any:
     """Return ``grad_scale``, or the factor of LSQ for each parameter set if ``grad_scale`` is None.
 
     The factor is ``1 / sqrt(N * max(|qmax|, 1))``, where N is the number of elements that share the parameter set.
