@@ -39,7 +39,7 @@ from unseen_models import UNSEEN
 
 import detent as dt
 import detent.onnx as qo
-from detent.onnx_model import make_session
+from detent.onnx_model import Graph, load, make_session
 from zoo import ZOO, ZooModel, agreement
 
 Array = NDArray[Any]
@@ -49,6 +49,7 @@ ROUNDS = 40  # timed runs of each file
 TIMED_SAMPLES, VERIFIED_SAMPLES = 4, 2
 ZOO_CALIBRATION, ZOO_HELD_OUT = 16, 64  # batches
 THREADS = 1
+PER_CHANNEL_OPSET = 13  # in older models, ONNX Runtime's static quantizer writes per-channel files that it cannot load
 
 
 class Subject(Protocol):
@@ -132,9 +133,9 @@ def _ort_static(source: Path, target: Path, feeds: Sequence[Feed]) -> None:
             quant_pre_process(source, prepared)
         except Exception:  # noqa: BLE001 - symbolic shape inference fails on some models; ONNX Runtime recommends to skip it
             quant_pre_process(source, prepared, skip_symbolic_shape=True)
-        quantize_static(
-            prepared, target, _Reader(feeds), quant_format=QuantFormat.QDQ, per_channel=True, reduce_range=True
-        )
+        is_per_channel = Graph(load(prepared)).opset >= PER_CHANNEL_OPSET
+        options = {"quant_format": QuantFormat.QDQ, "per_channel": is_per_channel, "reduce_range": True}
+        quantize_static(prepared, target, _Reader(feeds), **options)
 
 
 def _ort_dynamic(source: Path, target: Path, _feeds: Sequence[Feed]) -> None:
@@ -187,7 +188,8 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
             facts = TOOLS[tool](source, path, calibration)
             make_session(path, threads=THREADS).run(None, held_out[0])
         except Exception as error:  # noqa: BLE001 - the error of a tool is its result
-            rows[tool] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"}
+            text = str(error).splitlines()[0].replace(f"{FILES}/", "")
+            rows[tool] = {"failed": f"{type(error).__name__}: {text:.200}"}
         else:
             files[tool], rows[tool] = path, facts or {}
     expected = _outputs(source, held_out)
