@@ -110,6 +110,12 @@ bench-dynamic: $(STAMP) ## compare dynamic quantization with ONNX Runtime's; upd
 	$(QUIET) $(RUN) benchmarks/dynamic.py --output benchmarks/results/dynamic.json
 	$(RUN) benchmarks/render_dynamic.py
 
+bench-ptq: $(STAMP) ## measure attention, float16 models and ragged groups; update the tables
+	$(QUIET) $(RUN) benchmarks/attention_matmuls.py --output benchmarks/results/attention_matmuls.json
+	$(QUIET) $(RUN) benchmarks/graph_kinds.py --cases bert-float16 vit-float16 squeezenet-float16 bert-192 deit-144 swin-96 \
+		--output benchmarks/results/float16_groups.json
+	$(RUN) benchmarks/render_ptq.py
+
 bench-mixed: $(STAMP) ## compare mixed precision with uniform bit widths; update the tables
 	$(RUN) benchmarks/mixed_precision.py --output benchmarks/results/mixed_precision.json
 	$(RUN) benchmarks/render_mixed.py
