@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/onnx_stability.py [--models A B] [--output FILE]
+    python benchmarks/onnx_stability.py [--parts A B] [--models A B] [--output FILE]
 
 The models are fresh models of ``onnx_unseen``. The SQNR is measured on 1536 generated samples that calibration never
 sees: with 256 of them, two equally good files differ by up to 0.5 dB, because few samples hold most of the noise. Three
@@ -122,11 +122,13 @@ PARTS = {
 def main() -> None:
     """Measure, print one line per part and model, and write the results."""
     parser = argparse.ArgumentParser(description="Measure how stable quantization is.")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these parts")
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="only these models")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     rows = []
-    for part, (names, measure) in PARTS.items():
+    for part in arguments.parts:
+        names, measure = PARTS[part]
         for name in names:
             if arguments.models is None or name in arguments.models:
                 rows.append({"part": part, "model": name} | measure(Model(name)))

@@ -63,7 +63,6 @@ def test_compiled_evaluation_has_the_bits_of_eager_mode():
 
 def test_signed_inputs():
     x, one = torch.tensor([[-1.0, 1.5]]), torch.ones(1)
-    call = torch.ops.detent.multiply_quantized
-    assert call(x, torch.tensor([[3.0, -4.0]]), None, one / 2, torch.zeros(1), one, True, [], False).tolist() == [
-        [-9.0]
-    ]
+    weight, zero = torch.tensor([[3.0, -4.0]]), torch.zeros(1)
+    y = torch.ops.detent.multiply_quantized(x, weight, None, one / 2, zero, one, True, [], False)
+    assert y.tolist() == [[-9.0]]

@@ -256,3 +256,54 @@ def test_autocast_returns_its_dtype():
 def test_empty_batches():
     model, _ = prepared("linear")
     assert run(model, torch.empty(0, 70)).shape == (0, 33)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ["linear", "linear_tokens", "conv2d", "conv2d_depthwise", "conv2d_first"])
+def test_codes_give_the_same_gradients(name, layout):
+    if layout == torch.channels_last and LAYERS[name][0].weight.ndim != 4:
+        pytest.skip("not a picture")
+    results = []
+    for memory in ("float", "codes"):
+        model, x = prepared(name, memory=memory)
+        x = (x * 1.5).contiguous(memory_format=layout).requires_grad_()  # some elements are clipped
+        y = model.train()(x)
+        (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+        results.append([y.detach(), x.grad, model[0].weight.grad, model[0].bias.grad])
+    assert (results[0][1] == 0).any()
+    for kept, codes in zip(*results, strict=True):
+        assert torch.equal(kept, codes)
+
+
+def saved_sizes(model, x):
+    sizes = []
+
+    def pack(tensor):
+        sizes.append((tensor.dtype, tensor.numel()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sizes
+
+
+def test_memory_auto_keeps_what_autograd_keeps():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    qt.prepare(net, "w8a8", arithmetic="integer")
+    x = torch.randn(16, 8)
+    net(x)
+    codes = [dtype for dtype, count in saved_sizes(net, x) if dtype == torch.uint8 and count == 128]
+    assert len(codes) == 1  # only the output of GELU is not kept by autograd
+
+
+def test_unknown_memory_is_rejected():
+    with pytest.raises(dt.errors.SpecError, match="got memory='bits'"):
+        qt.prepare(nn.Linear(2, 2), "w8a8", memory="bits")
+
+
+def test_codes_have_no_second_derivatives():
+    model, x = prepared("linear", memory="codes")
+    loss = model.train()(x).square().sum()
+    with pytest.raises(dt.errors.UnsupportedError, match="memory='float'"):
+        torch.autograd.grad(loss, model[0].weight, create_graph=True)

@@ -359,6 +359,19 @@ def checksum(x: Array) -> int | None:
     return int(_native.checksum(_Level.index, ready(x)))
 
 
+def quantize_masked(
+    problem: Problem, x: Array, scale: Array, zero_point: Array, codes: Array, mask: Array
+) -> bool | None:
+    """Write codes of one byte, and one bit per element that says where its gradient passes; return whether x has NaN.
+
+    Returns None if there is no native kernel for the problem, an operation "fake_quantize_masked".
+    """
+    if refusal(problem) is not None:
+        return None
+    runner = _runner(_Level.index, problem.tiling, problem_rules, problem)
+    return bool(runner.quantize_masked(ready(x), scale, zero_point, ready(codes), mask))
+
+
 def scale_sums(sums: Array, offset: Array, scale: Array, bias: Array | None, out: Array) -> bool | None:
     """Scale sums of products into ``out``; return whether all sums are exact, or None without native kernels."""
     if _native is None or not (sums.flags.c_contiguous and out.flags.c_contiguous):

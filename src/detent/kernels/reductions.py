@@ -30,6 +30,7 @@ __all__ = [
     "minmax",
     "observe",
     "pack_bits",
+    "quantize_masked",
     "scale_sums",
     "tree_sum",
     "unpack_bits",
@@ -204,6 +205,18 @@ def checksum(x: Array) -> int:
     if result is not None:
         return result
     return int.from_bytes(blake2b(np.ascontiguousarray(x).view(np.uint8).data, digest_size=8).digest())
+
+
+def quantize_masked(
+    problem: Problem, x: Array, scale: Array, zero_point: Array, codes: Array, mask: Array
+) -> bool | None:
+    """Quantize x to codes of one byte, and write the mask of ``fake_quantize_masked``, in one pass over memory.
+
+    Returns whether x contains NaN, or None if there is no native kernel; then nothing is written.
+    """
+    if current_kernels() == "reference":
+        return None
+    return native.quantize_masked(problem, x, scale, zero_point, codes, mask)
 
 
 def scale_sums(sums: Array, offset: Array, scale: Array, bias: Array | None, out: Array) -> bool:

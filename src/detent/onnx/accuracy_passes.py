@@ -74,6 +74,7 @@ from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx.range_search import MIN_SAMPLES as MIN_RANGE_SAMPLES
 from detent.onnx.range_search import ChosenRanges, SampleBounds, search_ranges
 from detent.onnx.samples import Samples, choose_samples, choose_surveyed
+from detent.onnx.subgraph_ranges import observe_ranges
 from detent.onnx_model.batches import Batches, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, copied
 from detent.onnx_model.model_inputs import inputs_of
@@ -241,6 +242,10 @@ def decide_with_data(
         calibration = calibrate_groups(
             graph_plan, batches, groups, options.observer, progress, run.resume_file, chosen, run.workspace, survey
         )
+    if names := graph_plan.own_range_layers:
+        with running("calibration of subgraphs"):
+            observed = batches if batches.is_repeatable else chosen
+            graph_plan = graph_plan.with_own_ranges(observe_ranges(graph_plan.model, names, observed))
     isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
     choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run)
     graph_plan = choice.plan

@@ -378,7 +378,10 @@ def choose_clipped(
     ``max_noise`` limits the noise at the layers that read a group, relative to the noise with the min-max range.
     """
     layers = plan.layers_by_name
-    leaving = _reaching_output(plan.graph, [layers[line.name].node.output[0] for line in plan.quantized])
+    leaving = _reaching_output(
+        plan.graph,
+        [layers[line.name].node.output[0] for line in plan.quantized if not layers[line.name].is_weight_only],
+    )
     group_of = {each.tensor: each.group for each in placements if not each.source_tensor}
     readers = defaultdict(list)  # layers that read the codes of a group, by group
     of_matmuls = set[str]()  # groups that a matmul of two activations reads, which keep their min-max range

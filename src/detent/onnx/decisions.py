@@ -7,7 +7,8 @@ the same version of onnx.
 ====================== ===============================================================================================
 target, opset, IR      the runtime that the file is for, and the opset and IR version of the file
 constants              results of constant folding by ONNX Runtime; another machine may round them differently
-layers                 for each layer, specs, weight scales and corrected bias, or why the layer is kept in float
+layers                 for each layer, specs, weight scales and corrected bias, or why the layer is kept in float; in
+                       subgraphs, also the scale of its input
 equalized, smoothed    factors of cross-layer equalization and of SmoothQuant, in the order of application
 placements, ranges     the tensors with Q/DQ pairs, and their scales and zero points
 float16                whether float constants that are exact in float16 are stored in it
@@ -58,7 +59,7 @@ Array = NDArray[Any]
 T = TypeVar("T")
 
 VERSION = 2  # version of Decisions and of its JSON
-REWRITE_VERSION = 5  # changes when qo.rewrite writes different bytes for the same decisions
+REWRITE_VERSION = 6  # changes when qo.rewrite writes different bytes for the same decisions
 MAX_ENTRIES = 1 << 20  # limit on layers, placements, ...; real models have thousands
 MAX_INDEX_RANK = 16
 MAX_BIAS_CODE = (1 << 31) - 1
@@ -189,6 +190,8 @@ class LayerDecision(_ComparedByContent):
         index_rank: rank of the indices of a Gather with per-group scales; None for all other layers.
         dynamic_input: spec of its input, if the file quantizes the input with the range of the current batch (dynamic
             quantization); None otherwise.
+        own_range: scale and zero point of its input, if the layer is in a subgraph or shares its weight with one; the
+            inputs of other layers have placements.
 
     >>> layer = LayerDecision("fc", "", QuantSpec("int8"), None, np.float32(0.5), np.int32(0))
     >>> layer.weight_params
@@ -207,6 +210,7 @@ class LayerDecision(_ComparedByContent):
     input_range: tuple[float, float] | None = None
     index_rank: int | None = None
     dynamic_input: QuantSpec | None = None
+    own_range: RangeDecision | None = None
 
     def __post_init__(self) -> None:
         for name in ("weight_scale", "weight_zero_point", "bias"):
@@ -217,7 +221,7 @@ class LayerDecision(_ComparedByContent):
     def _check(self) -> None:
         where, stored = f"layer {self.name!r}", (self.weight, self.weight_scale, self.weight_zero_point)
         if self.reason:
-            others = self.input, self.bias, self.input_range, self.index_rank, self.dynamic_input
+            others = self.input, self.bias, self.input_range, self.index_rank, self.dynamic_input, self.own_range
             if any(each is not None for each in (*stored, *others)):
                 raise SpecError(
                     f"{where} is kept in float ({self.reason}), but has specs or parameters: omit either the reason or "
@@ -233,6 +237,8 @@ class LayerDecision(_ComparedByContent):
             )
         if self.input is not None and self.dynamic_input is not None:
             raise SpecError(f"{where} has input and dynamic_input: omit one of them")
+        if self.own_range is not None:
+            self._check_own_range(where, self.own_range)
         self._check_bias(where)
         if self.index_rank is not None and not 0 <= self.index_rank <= MAX_INDEX_RANK:
             raise SpecError(f"{where}: index_rank must be in 0..{MAX_INDEX_RANK}, got {self.index_rank}")
@@ -249,6 +255,14 @@ class LayerDecision(_ComparedByContent):
                 f"{where}: for {self.weight}, weight_scale must be float32 of shape {params.scale.shape}, got "
                 f"{params.scale.dtype} of shape {np.asarray(self.weight_scale).shape}"
             )
+
+    def _check_own_range(self, where: str, own_range: RangeDecision) -> None:
+        if self.input is None:
+            raise SpecError(f"{where} has own_range, but input is None: pass a spec as input=, or omit own_range")
+        try:
+            own_range.params(self.input)
+        except DetentError as error:
+            raise ParamsError(f"{where}: own_range: {error}") from error
 
     def _check_bias(self, where: str) -> None:
         bias = self.bias
@@ -276,10 +290,15 @@ class LayerDecision(_ComparedByContent):
         return not self.reason
 
     @property
+    def has_quantized_input(self) -> bool:
+        """Whether the layer's input is quantized, with a fixed scale or dynamically."""
+        return self.input is not None or self.dynamic_input is not None
+
+    @property
     def is_activation_matmul(self) -> bool:
         """Whether the layer is a quantized matmul of two activations, which has an input spec and nothing else."""
         others = self.weight, self.weight_scale, self.weight_zero_point, self.bias, self.input_range
-        is_plain = all(each is None for each in (*others, self.index_rank, self.dynamic_input))
+        is_plain = all(each is None for each in (*others, self.index_rank, self.dynamic_input, self.own_range))
         return is_plain and not self.reason and self.input is not None
 
     @cached_property
@@ -574,6 +593,7 @@ class Decisions(_ComparedByContent):
         for each in layers if isinstance(layers, list) else ():
             if isinstance(each, dict):
                 each.setdefault("dynamic_input", None)
+                each.setdefault("own_range", None)
         return decode(cls, values, "decisions", LEAVES)
 
 

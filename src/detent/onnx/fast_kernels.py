@@ -53,8 +53,12 @@ MIN_GAIN = 0.02  # a layer gets 8 bits only if this removes at least this share 
 
 
 def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:
-    """Count the multiplications of each quantized layer on a batch, by layer name; 0 for a Gather."""
+    """Count the multiplications of each quantized layer on a batch, by layer name.
+
+    The count of a Gather and of a weight-only layer is 0, because their weights have no influence on the time.
+    """
     layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
+    layers = {name: layer for name, layer in layers.items() if not layer.is_weight_only}
     # The count is output values times weights per output channel. For a ConvTranspose, it is input values times weights
     # per input channel. For a matmul of two activations, it is output values times the length of the rows of the first.
     is_spread = {name: layer.node.op_type == "ConvTranspose" for name, layer in layers.items()}

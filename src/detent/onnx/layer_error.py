@@ -23,7 +23,7 @@ from detent.kernels import error_sum
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx_model.files import copied
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of
-from detent.onnx_model.layers import Layer
+from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, needs_clip
 from detent.onnx_model.sessions import make_session, ort_errors, record_in_parts
 from detent.onnx_model.targets import Target
@@ -82,7 +82,8 @@ class IsolatedLayers:
 
     def __init__(self, plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None = None) -> None:
         lines = [line for line in plan.quantized if line.weight is not None and line.type != "Gather"]
-        self._layers = {line.name: plan.layers_by_name[line.name] for line in lines}
+        layers = {line.name: plan.layers_by_name[line.name] for line in lines}
+        self._layers = {name: layer for name, layer in layers.items() if not layer.is_weight_only}
         self._probes: dict[str, Probe] = {}
         self._inputs: list[dict[str, Array]] | None = None
         self._model, self._samples, self._budget = plan.model, samples, memory_budget
@@ -255,12 +256,12 @@ class SwitchableModel:
         copy = copied(model)
         graph = Graph(copy)
         nodes = {graph.node_name(node): node for node in graph.nodes}
+        layers = {layer.name: layer for layer in layers_of(graph)}
         self.weights: dict[str, Array] = {}
         for label, names in weights.items():
             for name in names:
-                place = 0 if nodes[name].op_type == "Gather" else 1
-                self.weights.setdefault(label, graph.array(nodes[name].input[place]))
-                graph.set_input(nodes[name], place, _weight_input(label))
+                self.weights.setdefault(label, graph.array(layers[name].weight))
+                layers[name].set_weight(graph, _weight_input(label))
             kind, shape = TensorProto.FLOAT, self.weights[label].shape
             copy.graph.input.append(helper.make_tensor_value_info(_weight_input(label), kind, shape))
         self._target = target

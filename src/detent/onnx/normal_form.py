@@ -6,6 +6,7 @@
   and constants that the model lists as inputs. Outputs that are larger than the constants they are computed from stay
   nodes, because they would enlarge the file.
 - Every node has a unique name.
+- Weights of layers in subgraphs are constants of the main graph (``subgraph_weights``).
 - Batch norms, and constants that are added or multiplied after a layer, are folded into the layer. Constants that no
   node reads are removed.
 - A MatMul of 2-D data and the Add of its bias are merged into a Gemm. ONNX Runtime would merge them too, but then it
@@ -30,6 +31,7 @@ from onnx import GraphProto, ModelProto, NodeProto, defs, helper, numpy_helper, 
 from detent.errors import SpecError, UnsupportedError
 from detent.onnx.batchnorm import fold
 from detent.onnx.half_precision import is_float16, widen
+from detent.onnx.subgraph_weights import hoist_weights
 from detent.onnx_model.files import ModelSource, load
 from detent.onnx_model.graph import BITS, MAIN, MOVING, QUANTIZERS, Graph, array_of, attribute_of, subgraphs
 from detent.onnx_model.layers import WEIGHTED
@@ -181,6 +183,7 @@ def to_normal_form(
     _name_nodes(graph)
     _drop_identities(graph)
     computed = _compute_constants(graph, constants)
+    hoist_weights(graph, _run_alone)
     _transpose_weights(graph)
     _flatten_biases(graph)
     fold(graph)

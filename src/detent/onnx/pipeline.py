@@ -32,7 +32,7 @@ from detent.model_metric import MetricLike, MetricResult, get_metric, parse_drop
 from detent.onnx.accuracy_passes import Decided, Effort, KeepFloat, Options, RunOptions, decide_with_data, reject_empty
 from detent.onnx.calibration import Progress
 from detent.onnx.decisions import Decisions
-from detent.onnx.graph_plan import NO_KERNEL, GraphPlan, Preference, RecipeLike, plan
+from detent.onnx.graph_plan import NO_KERNEL, WEIGHT_ONLY, GraphPlan, Preference, RecipeLike, plan
 from detent.onnx.metric_search import MetricGoal, MetricSearch
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import listening, running
@@ -111,7 +111,7 @@ class LayerReport:
             text = (
                 "an embedding, which dequantizes the rows it looks up" if is_embedding else "the layer's input is float"
             )
-            return self.note if self.note.startswith(NO_KERNEL) else text
+            return self.note if self.note.startswith((NO_KERNEL, WEIGHT_ONLY)) else text
         note = self.note if self.weight else ""
         return note or f"ONNX Runtime runs this layer as {self.kernel or self.type} on this machine"
 

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.metrics import OutputComparison, worst_output
-from detent.onnx.graph_plan import PADDED, GraphPlan, LayerPlan
+from detent.onnx.graph_plan import PADDED, WEIGHT_ONLY, GraphPlan, LayerPlan
 from detent.onnx.metric_search import MetricSearch
 from detent.onnx_model.batches import samples_in
 from detent.onnx_model.graph import MOVING, trace_back
@@ -257,9 +257,11 @@ def _layer_warnings(plan: GraphPlan, layers: Sequence[LayerRow]) -> Iterator[Qua
 def _runs_as_planned(layer: LayerRow, line: LayerPlan, *, has_inputs: bool) -> bool:
     """Return whether a layer runs on an integer kernel.
 
-    For embeddings, which have no such kernel, and for weight-only recipes, return whether the layer is quantized.
+    Embeddings, recurrent layers and layers in subgraphs have no such kernel. For these, and for weight-only recipes,
+    return whether the layer is quantized.
     """
-    return layer.runs_on_integer_kernel if has_inputs and line.type != "Gather" else not layer.reason
+    has_kernel = line.type != "Gather" and not line.note.startswith(WEIGHT_ONLY)
+    return layer.runs_on_integer_kernel if has_inputs and has_kernel else not layer.reason
 
 
 def float_layers_text(layers: Sequence[LayerRow], lines: Mapping[str, LayerPlan]) -> list[str]:

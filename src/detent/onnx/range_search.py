@@ -5,8 +5,8 @@ values can cause most of the noise at the outputs: in two ResNets with 32 sample
 calibration data, and 20 dB on other data. So the noise is measured on samples that the ranges were not computed from.
 
 The samples are split into folds. Each sample is quantized with ranges that do not depend on it: the ranges of another
-fold. A bound of all data that is clearly beyond the left-out samples does not depend on them, and is kept. Two kinds of
-ranges are compared with min-max ranges:
+fold or, with many calibration samples, of all other folds. A bound of all data that is clearly beyond the left-out
+samples does not depend on them, and is kept. Two kinds of ranges are compared with min-max ranges:
 
 - A range with a margin. Its upper bound is ``hi + margin * std``, where ``std`` is the standard deviation of the
   samples' maxima. The lower bound is computed in the same way. A tensor with fixed bounds, such as the output of a
@@ -16,13 +16,15 @@ ranges are compared with min-max ranges:
 - With many calibration samples, the min-max range of all data is the widest range. Rare values make it wider with
   every sample, and the steps coarser: in a Conformer, the SQNR with 256 samples was 0.7 dB below that with 32. So
   ranges are those of at most 32 samples, with a margin, and end at the bounds of all data. An infinite margin stands
-  for the range of all data.
+  for the range of all data. The largest margin is chosen whose noise is about the least, because values outside of
+  the range are known to occur.
 - The clipped range of the observer, for tensors that ``choose_clipped`` selects; ``search_subset`` decides for which of
   them. Clipping is kept only if it removes a tenth of the noise. With many calibration samples, or with an SQNR above
   30 dB, it must remove half of the noise, because the measured samples contain few of the clipped values: in an
   EfficientNet with 35 dB, clipping that removed a tenth of the noise cost 5 dB on other data.
 
-A fold is small, because a model sees more data in use than in calibration: ranges of 8 samples are tested on 32.
+With few calibration samples, ranges of one small fold are tested, because a model sees more data in use than in
+calibration: ranges of 8 samples are tested on 32.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -52,6 +54,7 @@ MIN_MEASURED = 8  # with noise measured on fewer samples, margins are not search
 FOLDS, MIN_FOLD_SAMPLES = 4, 4  # with fewer samples per fold, there are only two folds
 MAX_EXCESS_NOISE = 1.26  # relative to the least noise of all margins (1 dB); the smallest margin below it is chosen
 MAX_EXCESS_WITHOUT_MARGIN = 1.05  # the same limit for a margin of 0 (0.2 dB)
+MAX_EXCESS_MANY = 1.035  # with many calibration samples, the largest margin below this limit is chosen (0.15 dB)
 MAX_CLIPPED_NOISE = 0.9  # noise with clipped ranges, relative to min-max ranges (0.5 dB)
 MAX_CLIPPED_NOISE_SAFE = 0.5  # the same limit with many calibration samples, or with an SQNR above 30 dB (3 dB)
 MANY_SAMPLES = 64  # with more calibration samples, noise is measured only on a small part of them
@@ -99,16 +102,18 @@ class SampleBounds:
         """Return the range of a tensor in one fold, with a margin; ``fold=None`` uses all samples.
 
         The range is evaluated on the fold before ``fold``. A bound of all data is kept if it is clearly beyond the
-        left-out samples. With many calibration samples, the range ends at the bounds of all data instead, and an
-        infinite margin stands for the range of all data.
+        left-out samples. With many calibration samples, the range is that of all folds except the evaluated one, and
+        ends at the bounds of all data; an infinite margin stands for the range of all data.
         """
         least, most = self._ranges[tensor]
         if margin == inf:
             return least, most
         lo, hi = self._samples[tensor]
-        kept = np.ones(len(lo), bool) if fold is None else np.arange(len(lo)) % self.folds == fold
+        number = np.arange(len(lo)) % self.folds
+        kept = np.ones(len(lo), bool) if fold is None else number == fold
         below, above = self._deviations[tensor]
         if self.has_many:
+            kept = kept if fold is None else number != (fold - 1) % self.folds
             low, high = float(lo[kept].min()) - margin * below, float(hi[kept].max()) + margin * above
             return max(low, least), min(high, most)
         if fold is not None:
@@ -209,13 +214,19 @@ class _Search:
         self._plain_noises: dict[float, float] = {}  # by margin
 
     def best_margin(self) -> float:
-        """Return the smallest margin whose noise is close to the least; 0 if the noise cannot be measured."""
+        """Return the smallest margin whose noise is close to the least, or the largest with many calibration samples.
+
+        If the noise cannot be measured, ranges are those of all data.
+        """
         if not self._placements:
             return self._bounds.min_max
         noises = {0.0: self._plain(0.0)}
         for margin in (*MARGINS, *([inf] if self._bounds.has_many else [])):
             noises[margin] = self._measure(margin, (), MAX_EXCESS_NOISE * min(noises.values()))
         least = min(noises.values())
+        if self._bounds.has_many:
+            close = (margin for margin, each in reversed(noises.items()) if each <= MAX_EXCESS_MANY * least)
+            return next(close, self._bounds.min_max)
         limits = {margin: MAX_EXCESS_NOISE if margin else MAX_EXCESS_WITHOUT_MARGIN for margin in noises}
         close = (margin for margin, each in noises.items() if each <= limits[margin] * least)
         return next(close, self._bounds.min_max)

@@ -39,6 +39,7 @@ from detent.onnx_model.graph import (
     rename_tensors,
     subgraphs,
 )
+from detent.onnx_model.layers import all_nodes, layers_of
 from detent.onnx_model.provenance import Provenance, RuntimeRecord
 
 __all__ = [
@@ -285,11 +286,12 @@ def kernels_of(
         provenance = Provenance.read(model)
         names = {} if provenance is None else provenance.weights
     graph, source = Graph(optimized(model) if running is None else running), Graph(model)
-    written = {node.name: node.op_type for node in reversed(model.graph.node)}
+    written = {layer.name: layer.node.op_type for layer in layers_of(source)}
+    written |= {node.name: node.op_type for node in reversed(model.graph.node)}
     present = {node.name: node.op_type for node in graph.nodes}
     kernels = {}
     for codes, layer in names.items():
-        readers = [node.op_type for node in graph.consumers(codes)]
+        readers = [each.node.op_type for each in all_nodes(graph.consumers(codes)) if codes in each.node.input]
         own = [kind for kind in readers if kind in {*INTEGER_KERNELS, "MatMulNBits"}]
         dequantized = [node.output[0] for node in source.consumers(codes) if node.op_type == DEQUANTIZE]
         sharing = [node.name for name in dequantized for node in source.consumers(name)]

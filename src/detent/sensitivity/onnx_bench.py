@@ -165,7 +165,8 @@ def open_decisions(
         )
     name = Recipe.from_json(decisions.recipe).name if decisions.recipe else ""
     specs = {name or "recipe": {each.name: each.weight_params.spec for each in quantized}}
-    inputs = {each.name: params[layers[each.name].data] for each in quantized if each.input is not None}
+    placed = [each for each in quantized if each.input is not None and each.own_range is None]
+    inputs = {each.name: params[layers[each.name].data] for each in placed}
     weights = {each.name: each.weight_params for each in quantized}
     layer_rules = _rule_per_layer(quantized, name)
     return OnnxLayerRunner(model, layers, specs, layer_rules, inputs, (feeds, count), storage, weights)
@@ -228,7 +229,8 @@ def _input_params(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> dict[str, Qua
     if calibration is None:
         return {}
     placements = {each.tensor: each for each in graph_plan.placements(calibration.ranges)}
-    lines = [line for line in graph_plan.quantized if line.weight is not None]
+    own = set(graph_plan.own_range_layers)
+    lines = [line for line in graph_plan.quantized if line.weight is not None and line.name not in own]
     specs = {line.name: line.input for line in lines if line.input is not None}
     tensors = {name: graph_plan.layers_by_name[name].data for name in specs}
     return {

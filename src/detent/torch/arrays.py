@@ -37,6 +37,7 @@ __all__ = [
     "Slot",
     "arguments_of",
     "borrow",
+    "borrow_as",
     "call_with",
     "check_float",
     "find_runtime",
@@ -207,10 +208,15 @@ def borrow(slot: Slot | None, like: Tensor) -> Tensor:
 
     The tensor is valid until the same slot is borrowed again. With slot None, the tensor has new memory.
     """
-    size = like.numel() * like.element_size()
+    return borrow_as(slot, like.shape, like.dtype)
+
+
+def borrow_as(slot: Slot | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return an uninitialized C-contiguous tensor with this shape and dtype, like ``borrow``."""
+    size = shape.numel() * dtype.itemsize
     if slot is None or not MIN_SCRATCH_BYTES <= size <= MAX_SCRATCH_BYTES:
-        return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
-    key = (slot, like.dtype, like.shape)
+        return torch.empty(shape, dtype=dtype)
+    key = (slot, dtype, shape)
     view = _buffers.views.get(key)
     if view is None:
         buffer = _buffers.memory.get(slot)
@@ -218,7 +224,7 @@ def borrow(slot: Slot | None, like: Tensor) -> Tensor:
             _buffers.memory.clear()
             _buffers.views.clear()
             buffer = _buffers.memory[slot] = torch.empty(size, dtype=torch.uint8)
-        view = buffer[:size].view(like.dtype).view(like.shape)
+        view = buffer[:size].view(dtype).view(shape)
         if len(_buffers.views) >= MAX_VIEWS:
             _buffers.views.clear()
         _buffers.views[key] = view

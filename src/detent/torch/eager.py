@@ -6,28 +6,32 @@ x, call ``check``.
 
 from typing import Any, cast
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from detent import kernels
 from detent.kernels import Problem, minmax, observe
 from detent.params import QuantParams
 from detent.plan import Plan, find_plan
 from detent.scale_rule import Parameters
 from detent.spec import QuantSpec
 from detent.ste import Estimator
-from detent.torch.arrays import FLOAT_TYPES, Order, Slot, borrow, order_of, to_array, to_tensor
+from detent.torch.arrays import FLOAT_TYPES, Order, Slot, borrow, borrow_as, order_of, to_array, to_tensor
 
 __all__ = [
     "backward",
     "bounds",
     "check",
+    "dequantize",
     "fake_quantize",
     "fake_quantize_dynamic",
     "fake_quantize_masked",
     "learned_backward",
     "masked_backward",
     "quantize",
+    "quantize_masked",
 ]
 
 Array = NDArray[Any]
@@ -54,6 +58,31 @@ def quantize(x: Tensor, params: QuantParams) -> Tensor:
     codes = _new_codes(data, params.spec)
     _plan("quantize", data, order.spec).run(to_array(data), params, out=to_array(codes))
     return order.restore(codes)
+
+
+def quantize_masked(x: Tensor, params: QuantParams, ste: Estimator) -> tuple[Tensor, Tensor] | None:
+    """Quantize x to codes of one byte, with the mask of ``fake_quantize_masked``; None if no kernel supports this.
+
+    The codes have the memory order of x, and the mask that of the codes. A NaN in x gives None, too.
+    """
+    order = order_of(x, params.spec)
+    data = order.lay(x)
+    codes, mask = _new_codes(data, params.spec), np.empty(-(-data.numel() // 8), np.uint8)
+    tiling = order.spec.granularity.tiling(tuple(data.shape))
+    problem = Problem("fake_quantize_masked", tiling, FLOAT_TYPES[x.dtype], order.spec, ste, "propagate")
+    arrays = params.compute_arrays("float64" if x.dtype == torch.float64 else "float32")
+    saw_nan = kernels.quantize_masked(problem, to_array(data), *arrays, to_array(codes), mask)
+    return (order.restore(codes), to_tensor(mask)) if saw_nan is False else None
+
+
+def dequantize(codes: Tensor, params: QuantParams, dtype: torch.dtype, slot: Slot | None = None) -> Tensor:
+    """Dequantize codes of one byte, in their memory order."""
+    order = order_of(codes, params.spec)
+    data = order.lay(codes)
+    y = borrow_as(slot, data.shape, dtype)
+    plan = find_plan("dequantize", tuple(data.shape), FLOAT_TYPES[dtype], order.spec)
+    plan.run(to_array(data), params, out=to_array(y))
+    return order.restore(y)
 
 
 def fake_quantize_masked(x: Tensor, params: QuantParams, ste: Estimator, step: int = 0) -> tuple[Tensor, Tensor, Order]:

@@ -31,7 +31,16 @@ from detent.torch.arrays import to_array
 from detent.torch.exported_bias import bias_codes
 from detent.torch.integer_probe import Settings, convolve_codes, integer_kernels, multiply_codes, pack_convolution
 
-__all__ = ["MAX_TERMS", "SIGNED_SHIFT", "InputCodes", "Requantization", "WeightCodes", "input_codes", "integer_product"]
+__all__ = [
+    "MAX_TERMS",
+    "SIGNED_SHIFT",
+    "InputCodes",
+    "Requantization",
+    "WeightCodes",
+    "input_codes",
+    "integer_product",
+    "unsigned_codes",
+]
 
 MAX_TERMS = 33_155  # 255 * 127 * 33155 is half of the int32 range; the bias has the other half
 MAX_EXACT_FLOAT32 = 1 << 24  # float32 holds all integers up to this number
@@ -114,10 +123,15 @@ class WeightCodes:
 def input_codes(x: Tensor, params: QuantParams) -> InputCodes:
     """Quantize x to unsigned codes of one byte; a NaN in x is an error, because it has no code."""
     codes, signed = eager.quantize(x.detach(), params), params.spec.format.signed
-    if signed:
-        codes = codes.view(torch.uint8).bitwise_xor_(SIGNED_SHIFT)
-    zero_point = int(params.zero_point) + (SIGNED_SHIFT if signed else 0)
-    return InputCodes(codes, np.float32(params.scale), zero_point)
+    if not signed:
+        return unsigned_codes(codes, params)
+    codes = codes.view(torch.uint8).bitwise_xor_(SIGNED_SHIFT)
+    return InputCodes(codes, np.float32(params.scale), int(params.zero_point) + SIGNED_SHIFT)
+
+
+def unsigned_codes(codes: Tensor, params: QuantParams) -> InputCodes:
+    """Combine codes that are already unsigned with their parameters."""
+    return InputCodes(codes, np.float32(params.scale), int(params.zero_point))
 
 
 def integer_product(

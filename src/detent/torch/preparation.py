@@ -45,10 +45,11 @@ MAX_DIFFERENCES_SHOWN = 20
 _PLAN = "_detent_plan"
 _LAYER_STATE = (
     *("fold", "_cache", "_forwards", "fused", "frozen"),
-    *("arithmetic", "bias_rule", "next_quantizer"),
+    *("arithmetic", "bias_rule", "memory", "next_quantizer"),
 )
-_RESERVED = ("fold", "arithmetic", "bias_rule", "next_quantizer")
+_RESERVED = ("fold", "arithmetic", "bias_rule", "memory", "next_quantizer")
 BiasRule = Literal["float", "exported"]
+Memory = Literal["float", "codes", "auto"]
 _FUSED_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
@@ -70,6 +71,7 @@ def prepare(
     sync: bool | None = None,
     arithmetic: Arithmetic = "float",
     bias: BiasRule = "float",
+    memory: Memory = "auto",
 ) -> nn.Module:
     """Prepare a model in place for quantization-aware training, as ``qt.plan`` shows, and return the model.
 
@@ -87,6 +89,9 @@ def prepare(
             kernels need; a layer that cannot do this is an error. "auto" multiplies codes where possible.
         bias: "exported" rounds biases of float products as exported files store them, in int32; gradients pass
             straight through. "float" does not. Integer products always use the exported bias.
+        memory: what integer products keep of their input for backward: "float" keeps the input itself, "codes" keeps
+            codes and one bit per element. "auto" keeps the input if autograd keeps it anyway (the output of a ReLU),
+            and codes otherwise. The results are the same. Learned scales always keep the input.
 
     Raises:
         SpecError: the model is already prepared, sharded or on the meta device, or ``qt.plan`` raises a SpecError.
@@ -101,6 +106,8 @@ def prepare(
     _check_preparable(model)
     if bias not in ("float", "exported"):
         raise SpecError(f"got bias={bias!r}, expected 'float' or 'exported'")
+    if memory not in ("float", "codes", "auto"):
+        raise SpecError(f"got memory={memory!r}, expected 'float', 'codes' or 'auto'")
     model_plan = plan(model, recipe, arithmetic=arithmetic)
     sync = process_count() > 1 if sync is None else sync
     modules = dict(model.named_modules())
@@ -116,7 +123,7 @@ def prepare(
         for name, quantizer in quantizers[layer.name].items():
             module.add_module(name, quantizer)
         if isinstance(module, QuantizedMatmul):
-            _set_arithmetic(module, layer, bias)
+            _set_arithmetic(module, layer, bias, memory)
             if layer.norm:
                 owner = module if layer.arithmetic == "integer" else None
                 module.fold = Fold(modules[layer.norm], owner)
@@ -128,11 +135,11 @@ def prepare(
     return model
 
 
-def _set_arithmetic(module: QuantizedMatmul, layer: LayerPlan, bias: BiasRule) -> None:
+def _set_arithmetic(module: QuantizedMatmul, layer: LayerPlan, bias: BiasRule, memory: Memory) -> None:
     if bias != "float":
         module.bias_rule = bias
     if layer.arithmetic == "integer":
-        module.arithmetic = "integer"
+        module.arithmetic, module.memory = "integer", memory
         module.weight_quantizer_of("weight").arithmetic = "integer"
         output = module._modules.get("output_quantizer")
         if layer.output_cause and layer.after_relu and isinstance(output, FakeQuantize):

@@ -27,7 +27,7 @@ from detent.kernels import checksum
 from detent.ops import quantize
 from detent.params import QuantParams
 from detent.spec import QuantSpec
-from detent.ste import Identity
+from detent.ste import Clipped, Identity
 from detent.tensor import QuantizedTensor
 from detent.torch import integer_operator  # noqa: F401 - registers torch.ops.detent.multiply_quantized
 from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor
@@ -216,6 +216,7 @@ class QuantizedMatmul(QuantizedLayer):
     fold: Fold | None = None
     arithmetic: Literal["float", "integer"] = "float"
     bias_rule: Literal["float", "exported"] = "float"
+    memory: Literal["float", "codes", "auto"] = "auto"  # what integer products keep for backward
     next_quantizer: "NextQuantizer | None" = None
     _cache: "WeightCache | None" = None
 
@@ -262,6 +263,8 @@ class QuantizedMatmul(QuantizedLayer):
             if inputs is not None and x.numel():
                 operand = Operand(inputs.values_for(x), inputs.ste, inputs.next_step())
             multiplies_codes = self._multiplies_codes(x, operand, weights)
+            if multiplies_codes and self._keeps_codes(x, operand):
+                operand = operand._replace(keeps_codes=True)
             trained, quantized = self._native_weight(weight, weights, to_codes=multiplies_codes)
             if quantized.codes is not None and not (self.training or torch.is_grad_enabled()):
                 requantization = self._requantization(x, bias)
@@ -288,6 +291,19 @@ class QuantizedMatmul(QuantizedLayer):
         if self.arithmetic == "float" or operand.values is None or weights is None:
             return False
         return x.dtype != torch.float64
+
+    def _keeps_codes(self, x: Tensor, operand: Operand) -> bool:
+        """Return whether backward keeps codes and one bit per element instead of x.
+
+        With memory "auto", x is kept if autograd or the caller keeps it anyway: the output of a ReLU, or a leaf.
+        """
+        if self.memory == "float" or not torch.is_grad_enabled() or operand.values is None:
+            return False
+        params = operand.values.params
+        if operand.values.is_learned or params.spec.format.signed or not isinstance(operand.ste, Clipped | Identity):
+            return False
+        kept_anyway = x.grad_fn is None or type(x.grad_fn).__name__ == "ReluBackward0"
+        return self.memory == "codes" or not kept_anyway
 
     def _compiles_codes(self, x: Tensor) -> bool:
         """Return whether compiled code multiplies codes; exported programs multiply floats, which any runtime has."""
