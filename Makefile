@@ -21,7 +21,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo quick test test-all test-gpu test-gpu-all lint format sanitize bench bench-quick bench-qat bench-onnx \
-        bench-unseen bench-cluster bench-dynamic bench-kinds bench-mixed bench-drop bench-tools peers docs wheel clean
+        bench-unseen bench-cluster bench-dynamic bench-kinds bench-ptq bench-mixed bench-drop bench-tools peers docs \
+        wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -113,6 +114,12 @@ bench-dynamic: $(STAMP) ## compare dynamic quantization with ONNX Runtime's; upd
 bench-kinds: $(STAMP) ## compare recurrent layers and subgraphs with ONNX Runtime's tools; update the tables
 	$(QUIET) $(RUN) benchmarks/graph_kinds.py --output benchmarks/results/graph_kinds.json
 	$(RUN) benchmarks/render_graph_kinds.py
+
+bench-ptq: $(STAMP) ## measure attention, float16 models and ragged groups; update the tables
+	$(QUIET) $(RUN) benchmarks/attention_matmuls.py --output benchmarks/results/attention_matmuls.json
+	$(QUIET) $(RUN) benchmarks/graph_kinds.py --cases bert-float16 vit-float16 squeezenet-float16 bert-192 deit-144 swin-96 \
+		--output benchmarks/results/float16_groups.json
+	$(RUN) benchmarks/render_ptq.py
 
 bench-mixed: $(STAMP) ## compare mixed precision with uniform bit widths; update the tables
 	$(RUN) benchmarks/mixed_precision.py --output benchmarks/results/mixed_precision.json

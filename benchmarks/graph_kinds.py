@@ -99,7 +99,7 @@ class Case(NamedTuple):
 
 
 FLOAT16_TOOLS = ("w8a8", "w8a8 float16", "ORT static", "w8a8-dynamic", "ORT dynamic")
-GROUP_TOOLS = ("w4a16", "ORT 4 bits")  # groups of 128
+GROUP_TOOLS = ("w4a16", "w4a16 MatMul", "ORT 4 bits")  # groups of 128
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         "lstm": Case("LSTM, 2 directions", lambda: UNSEEN["lstm"]),
@@ -110,7 +110,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "hebrew": Case("LSTMs as Loops", lambda: UNSEEN["hebrew"]),
         "bert-float16": Case("float16", lambda: Float16Network(NETWORKS["bert"]), FLOAT16_TOOLS),
         "vit-float16": Case("float16", lambda: Float16Network(NETWORKS["vit"]), FLOAT16_TOOLS),
-        "squeezenet-float16": Case("float16", lambda: Float16Network(NETWORKS["squeezenet"]), FLOAT16_TOOLS),
+        "squeezenet-float16": Case("float16", lambda: Float16Network(NETWORKS["squeezenet"]), FLOAT16_TOOLS[:3]),
         "bert-192": Case("ragged groups", lambda: NETWORKS["bert"], GROUP_TOOLS),
         "deit-144": Case("ragged groups", lambda: FRESH_NETWORKS["deit"], GROUP_TOOLS),
         "swin-96": Case("ragged groups", lambda: NETWORKS["swin"], GROUP_TOOLS),
@@ -148,7 +148,7 @@ def _ort_4_bits(source: Path, target: Path, _feeds: Sequence[Feed]) -> None:
     onnx.save(quantizer.model.model, target)
 
 
-def _detent(recipe: str, **options: Any) -> Callable[[Path, Path, Sequence[Feed]], dict[str, Any]]:
+def _detent(recipe: str | dt.Recipe, **options: Any) -> Callable[[Path, Path, Sequence[Feed]], dict[str, Any]]:
     def write(source: Path, target: Path, feeds: Sequence[Feed]) -> dict[str, Any]:
         data = feeds if recipe == "w8a8" else None
         report = qo.quantize(source, target, data, recipe, progress=False, **options)
@@ -163,6 +163,7 @@ TOOLS: Mapping[str, Callable[[Path, Path, Sequence[Feed]], dict[str, Any] | None
     {
         **{recipe: _detent(recipe) for recipe in ("w8a8", "w8a8-dynamic", "w8a16", "w4a16")},
         "w8a8 float16": _detent("w8a8", float16=True),
+        "w4a16 MatMul": _detent(dt.Recipe([dt.Rule(types="MatMul", weight="int4/group128")])),
         f"{ORT}static": _ort_static,
         f"{ORT}dynamic": _ort_dynamic,
         f"{ORT}4 bits": _ort_4_bits,

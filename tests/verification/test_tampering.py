@@ -116,7 +116,7 @@ def test_no_edit_is_accepted(name):
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_no_edit_is_accepted_anywhere(name):
     tried, admissible = check_edits(name, 30)
-    assert tried > 350
+    assert tried > (350 if name.startswith("recurrent") else 400)  # the recurrent model has fewer places to edit
     assert set(admissible) <= {"bias code", "scale by an ulp", "scale doubled"}
 
 
