@@ -129,7 +129,7 @@ def worker_name() -> str:
 
 @dataclass(frozen=True)
 class _Outcome(Generic[ResultT]):
-    """What a worker returns for an item: a result or an error, and the name of the worker."""
+    """Outcome of an item: a result or an error, and the name of the worker."""
 
     worker: str
     result: ResultT | None = None
@@ -195,7 +195,7 @@ def run_items(
 
     Raises:
         WorkerError: a worker died, is different from the driver, or does not see a file.
-        DetentError: the error of the first item that failed. Items that were not started are cancelled.
+        DetentError: the error of the first item that failed. Items that were not started do not run.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> with ThreadPoolExecutor(2) as pool:
@@ -247,7 +247,7 @@ class _executor_errors:  # noqa: N801 - used as a context manager function
             )
             raise WorkerError(f"a worker of {self._name} died: {hint}") from error
         if isinstance(error, CancelledError):
-            raise WorkerError(f"{self._name} cancelled the work: the executor was shut down") from error
+            raise WorkerError(f"{self._name} dropped the work: the executor was shut down") from error
         if isinstance(error, PicklingError | TypeError | AttributeError):
             raise WorkerError(f"{self._name} cannot send work to its workers: {_first_line(error)}") from error
         raise WorkerError(f"{self._name} failed with {type(error).__name__}: {_first_line(error)}") from error

@@ -224,7 +224,7 @@ class ProgressBar:
 
 
 class ResumeHeader(NamedTuple):
-    """How far a resume file goes: the number of observed batches, and a checksum of the last one."""
+    """Header of a resume file: the number of observed batches, and a checksum of the last one."""
 
     batches: int
     mark: int  # checksum of the last batch

@@ -129,7 +129,7 @@ def _numbers(params: QuantParams) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class _WorkerModel:
-    """What a worker keeps of a setup."""
+    """State that a worker keeps for a setup."""
 
     model: SwitchableModel
     specs: Mapping[str, QuantSpec]  # of Q/DQ pairs, by flag

@@ -121,7 +121,7 @@ class SampleChooser:
 
 
 class BatchFacts(NamedTuple):
-    """What a worker says of a batch: its hash, its bytes, and, if it can be cut, the hashes of its samples."""
+    """Facts about a batch: its hash, its bytes, and, if it can be cut, the hashes of its samples."""
 
     digest: bytes
     nbytes: int

@@ -63,7 +63,7 @@ class _Instrument:
     """Adds nodes that compute the ranges of layers' inputs, in place."""
 
     def __init__(self, graph: Graph, names: Collection[str]) -> None:
-        self._graph, self._wanted = graph, set(names)
+        self._graph, self._layers = graph, set(names)
         self._empty = graph.fresh("empty_lo"), graph.fresh("empty_hi")
         self._flat = graph.fresh("flat_shape")
         self.constants = [
@@ -79,7 +79,7 @@ class _Instrument:
         for node in graph.node:
             name = f"{path}{node_name(node)}"
             nodes.append(node)
-            if name in self._wanted:
+            if name in self._layers:
                 nodes += self._reduced(name, (node.input[0], node.input[0]), ranges)
             elif node.op_type == "If":
                 nodes += self._if(node, name, ranges)
@@ -108,8 +108,8 @@ class _Instrument:
         branches = list(subgraphs(node))
         inner = [self.add(branch, f"{name}/") for branch in branches]
         nodes: list[NodeProto] = []
-        for number, found in enumerate(inner):
-            for each in found:
+        for number, branch_ranges in enumerate(inner):
+            for each in branch_ranges:
                 for branch in branches:
                     self._return(branch, each.tensors if branch is branches[number] else None)
                 outputs = self._graph.fresh("range_lo"), self._graph.fresh("range_hi")

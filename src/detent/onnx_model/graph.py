@@ -458,13 +458,13 @@ class Graph:
 
         ``outer`` is the node of the main graph whose subgraph contains ``node``; None if ``node`` is in the main graph.
         """
-        known = node if outer is None else outer
-        self._forget(known)
+        reader = node if outer is None else outer
+        self._forget(reader)
         while len(node.input) <= position:
             node.input.append("")
         node.input[position] = name
-        for each in dict.fromkeys(reads(known)):
-            self._consumers[each].append(known)
+        for each in dict.fromkeys(reads(reader)):
+            self._consumers[each].append(reader)
         if outer is not None:
             self.captured.add(name)
 

@@ -28,7 +28,7 @@ Options = Mapping[str, str]
 
 
 class RunnerRecord(NamedTuple):
-    """How to make a runner.
+    """Description of a runner, from which a worker makes it.
 
     Attributes:
         model: file of the float model.
