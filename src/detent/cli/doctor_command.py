@@ -1,6 +1,8 @@
 """``detent doctor``: show kernels, versions and instruction set, and how to install what is missing."""
 
 import platform
+import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -46,6 +48,14 @@ def run(
             rich_help_panel=OUTPUT,
         ),
     ] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="Check the GPU kernels on every GPU and print a report that you can send; loads PyTorch.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -72,6 +82,9 @@ def run(
     _show(screen, "VNNI", "unknown" if vnni is None else "yes" if vnni else "no")
     _show(screen, "threads", str(caps.threads))
     _show_kernels(screen, caps, everything=everything)
+    gpu_facts = _gpu_facts() if gpu and "torch" not in missing else {}
+    for label, text in gpu_facts.items():
+        _show(screen, label if len(label) < LABEL_COLUMNS else f"{label} ", text)
     screen.say()
     screen.table(("package", "version", "for"), [_row(name, versions[name]) for name in versions], fold=(2,))
     screen.emit(
@@ -85,6 +98,7 @@ def run(
             "threads": caps.threads,
             "kernels": dict(caps.kernels),
             "limits": dict(caps.limits),
+            "gpu": gpu_facts,
             "packages": versions,
             "missing": [
                 {"extra": extra, "modules": modules, "install": install_hint(extra)}
@@ -96,6 +110,26 @@ def run(
 
 def _show(screen: Screen, label: str, text: str) -> None:
     screen.say(f"{label:<{LABEL_COLUMNS}}{text}")
+
+
+def _gpu_facts() -> dict[str, str]:
+    """Run the self-checks of the GPU kernels; return versions and results."""
+    import torch  # noqa: PLC0415 - only for --gpu
+
+    from detent.torch.gpu import readiness  # noqa: PLC0415 - it loads PyTorch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report contains the reasons
+        states = readiness.report(readiness.refusal)
+    toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    has_gpu_build = bool(torch.version.cuda or torch.version.hip)
+    facts = {
+        "PyTorch": f"{torch.__version__}, {toolkit if has_gpu_build else 'a build for CPUs'}",
+        "Triton": _version("triton") or "missing: pip install triton",
+        "C compiler": next((each for each in map(shutil.which, ("cc", "gcc", "clang")) if each), "missing"),
+        "GPUs": ", ".join(f"{each} {torch.cuda.get_device_name(each)}" for each in readiness.devices()) or "none found",
+    }
+    return facts | dict(states)
 
 
 def _missing_texts(missing: Mapping[str, Sequence[str]], level: str) -> list[str]:
