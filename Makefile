@@ -20,8 +20,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test test-all test-gpu test-gpu-all lint format sanitize bench bench-quick bench-qat bench-onnx bench-unseen \
-        bench-dynamic bench-mixed bench-drop bench-tools peers docs wheel clean
+.PHONY: help demo quick test test-all test-gpu test-gpu-all lint format sanitize bench bench-quick bench-qat bench-onnx \
+        bench-unseen bench-cluster bench-dynamic bench-mixed bench-drop bench-tools peers docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -101,6 +101,10 @@ bench-unseen: $(TOOLED) ## compare ONNX files of 106 models outside the zoo; upd
 bench-drop: $(STAMP) ## compare the search for max_drop with an exhaustive search; update the table
 	$(RUN) benchmarks/max_drop.py --output benchmarks/results/max_drop.json
 	$(RUN) benchmarks/render_max_drop.py
+
+bench-cluster: $(STAMP) ## measure how calibration scales with workers; update the tables
+	$(QUIET) $(RUN) benchmarks/cluster.py --output benchmarks/results/cluster.json
+	$(RUN) benchmarks/render_cluster.py
 
 bench-dynamic: $(STAMP) ## compare dynamic quantization with ONNX Runtime's; update the tables
 	$(QUIET) $(RUN) benchmarks/dynamic.py --output benchmarks/results/dynamic.json

@@ -6,15 +6,20 @@ import warnings
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from detent import __version__
+from detent.cli.exits import DIFFERENCE, fail, require
 from detent.cli.options import OUTPUT, AsJson, Quiet, Verbose
 from detent.cli.screen import Screen
-from detent.errors import EXTRAS, install_hint
+from detent.cli.workers import LOCAL
+from detent.cluster import cluster_nodes, ray_executor
+from detent.errors import EXTRAS, SpecError, install_hint
 from detent.kernels import Capabilities, capabilities
+from detent.tables import counted
 
 __all__ = ["EXAMPLE", "HELP", "run"]
 
@@ -56,12 +61,32 @@ def run(
             rich_help_panel=OUTPUT,
         ),
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Check the nodes of a Ray cluster: HOST:PORT, auto, or local.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    see: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--see", metavar="PATH", help="With --ray: a file or directory that every node must see.", hidden=True
+        ),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Show what this installation supports; see ``HELP``."""
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
+    if ray is not None:
+        _check_cluster(screen, ray, tuple(see or ()))
+        return
+    if see:
+        raise SpecError("got --see without --ray: --see names files that the nodes of a cluster must see")
     caps = capabilities()
     versions = {name: _version(name) for name in (*REQUIRED, *EXTRAS, *OPTIONAL)}
     missing = {
@@ -106,6 +131,26 @@ def run(
             ],
         }
     )
+
+
+def _check_cluster(screen: Screen, address: str, paths: tuple[str, ...]) -> None:
+    """Print what each node of a Ray cluster lacks; exit 1 if a node lacks something."""
+    require("onnx", "onnxruntime")
+    from detent.onnx_model.workspace import runtime_environment  # noqa: PLC0415 - it loads ONNX Runtime
+
+    absolute = tuple(str(Path(path).absolute()) for path in paths)
+    with ray_executor(None if address == LOCAL else address) as executor:
+        nodes = cluster_nodes(executor, runtime_environment, absolute)
+    screen.table(
+        ("node", "result"), [(name, "; ".join(problems) or "ok") for name, problems in nodes.items()], fold=(1,)
+    )
+    screen.emit({"nodes": [{"node": name, "problems": problems} for name, problems in nodes.items()]})
+    bad = [name for name, problems in nodes.items() if problems]
+    if bad:
+        fail(
+            f"{len(bad)} of {counted(len(nodes), 'node')} cannot run the items of this driver: {', '.join(bad)}",
+            DIFFERENCE,
+        )
 
 
 def _show(screen: Screen, label: str, text: str) -> None:

@@ -17,6 +17,8 @@ from detent.kernels.reductions import (
     minmax,
     observe,
     pack_bits,
+    quantize_masked,
+    scale_sums,
     tree_sum,
     unpack_bits,
 )
@@ -51,7 +53,9 @@ __all__ = [
     "observe",
     "pack_bits",
     "power_of_two",
+    "quantize_masked",
     "register_gpu_report",
+    "scale_sums",
     "set_num_threads",
     "tree_sum",
     "unpack_bits",

@@ -95,6 +95,7 @@ class ParameterState(nn.Module):
         self.spec = spec
         self.mode = mode
         self.name = ""
+        self.arithmetic = "float"  # of the layer, for the saved state
         self._memo = _Memo()
         if spec.scale_format == "e4m3" and not isinstance(mode, PerBatch):
             raise SpecError(f"got mode {mode} for {spec}, whose two-level scales need PerBatch: use mode PerBatch")
@@ -397,8 +398,12 @@ class ParameterState(nn.Module):
         return applied
 
     def get_extra_state(self) -> Tensor:
-        """Return spec and mode as JSON bytes in a tensor, which every checkpoint format can store."""
-        text = json.dumps({"spec": self.spec.to_json(), "mode": self.mode.to_json()})
+        """Return spec and mode as JSON bytes in a tensor, which every checkpoint format can store.
+
+        The state of a weight also says if its layer multiplies codes. This is for information: loading ignores it.
+        """
+        arithmetic = {} if self.arithmetic == "float" else {"arithmetic": self.arithmetic}
+        text = json.dumps({"spec": self.spec.to_json(), "mode": self.mode.to_json(), **arithmetic})
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
