@@ -2,7 +2,6 @@
 
 import platform
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -159,22 +158,10 @@ def _show(screen: Screen, label: str, text: str) -> None:
 
 def _gpu_facts() -> dict[str, str]:
     """Run the self-checks of the GPU kernels; return versions and results."""
-    import torch  # noqa: PLC0415 - only for --gpu
+    from detent.torch.gpu.readiness import facts  # noqa: PLC0415 - it loads PyTorch
 
-    from detent.torch.gpu import readiness  # noqa: PLC0415 - it loads PyTorch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the report contains the reasons
-        states = readiness.report(readiness.refusal)
-    toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-    has_gpu_build = bool(torch.version.cuda or torch.version.hip)
-    facts = {
-        "PyTorch": f"{torch.__version__}, {toolkit if has_gpu_build else 'a build for CPUs'}",
-        "Triton": _version("triton") or "missing: pip install triton",
-        "C compiler": next((each for each in map(shutil.which, ("cc", "gcc", "clang")) if each), "missing"),
-        "GPUs": ", ".join(f"{each} {torch.cuda.get_device_name(each)}" for each in readiness.devices()) or "none found",
-    }
-    return facts | dict(states)
+    compiler = next((each for each in map(shutil.which, ("cc", "gcc", "clang")) if each), "missing")
+    return {"Triton": _version("triton") or "missing: pip install triton", "C compiler": compiler, **facts()}
 
 
 def _missing_texts(missing: Mapping[str, Sequence[str]], level: str) -> list[str]:

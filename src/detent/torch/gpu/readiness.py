@@ -32,7 +32,7 @@ from detent.torch import traced_namespace as xp
 from detent.torch.arrays import FLOAT_TYPES, PLAIN_TYPES, to_array, to_tensor
 from detent.torch.gpu import launch
 
-__all__ = ["can_launch", "devices", "differences", "refusal", "report"]
+__all__ = ["can_launch", "devices", "differences", "facts", "refusal", "report"]
 
 DEVICE_TYPE = "cuda"  # PyTorch's name for NVIDIA and AMD GPUs
 CHECKED_SPECS = ("int8", "uint8/axis0/affine/torch", "int4/group32/affine/compressed_tensors", "int16")
@@ -184,6 +184,17 @@ def report(state: Callable[[torch.device, torch.dtype], str | None] | None = Non
         for device in devices()
         for dtype, name in FLOAT_TYPES.items()
     }
+
+
+def facts() -> dict[str, str]:
+    """Run all self-checks; return the version of PyTorch, the GPUs, and the state of each GPU and dtype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the states contain the reasons
+        states = report(refusal)
+    version = torch.version
+    toolkit = f"CUDA {version.cuda}" if version.cuda else f"ROCm {version.hip}" if version.hip else "a build for CPUs"
+    names = ", ".join(f"{device} {torch.cuda.get_device_name(device)}" for device in devices())
+    return {"PyTorch": f"{torch.__version__}, {toolkit}", "GPUs": names or "none found", **states}
 
 
 def _last_state(device: torch.device, dtype: torch.dtype) -> str | None:
