@@ -1,6 +1,7 @@
 """``detent doctor``: show kernels, versions and instruction set, and how to install what is missing."""
 
 import platform
+import shutil
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -51,6 +52,14 @@ def run(
             rich_help_panel=OUTPUT,
         ),
     ] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="Check the GPU kernels on every GPU and print a report that you can send; loads PyTorch.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -97,6 +106,9 @@ def run(
     _show(screen, "VNNI", "unknown" if vnni is None else "yes" if vnni else "no")
     _show(screen, "threads", str(caps.threads))
     _show_kernels(screen, caps, everything=everything)
+    gpu_facts = _gpu_facts() if gpu and "torch" not in missing else {}
+    for label, text in gpu_facts.items():
+        _show(screen, label if len(label) < LABEL_COLUMNS else f"{label} ", text)
     screen.say()
     screen.table(("package", "version", "for"), [_row(name, versions[name]) for name in versions], fold=(2,))
     screen.emit(
@@ -110,6 +122,7 @@ def run(
             "threads": caps.threads,
             "kernels": dict(caps.kernels),
             "limits": dict(caps.limits),
+            "gpu": gpu_facts,
             "packages": versions,
             "missing": [
                 {"extra": extra, "modules": modules, "install": install_hint(extra)}
@@ -141,6 +154,14 @@ def _check_cluster(screen: Screen, address: str, paths: tuple[str, ...]) -> None
 
 def _show(screen: Screen, label: str, text: str) -> None:
     screen.say(f"{label:<{LABEL_COLUMNS}}{text}")
+
+
+def _gpu_facts() -> dict[str, str]:
+    """Run the self-checks of the GPU kernels; return versions and results."""
+    from detent.torch.gpu.readiness import facts  # noqa: PLC0415 - it loads PyTorch
+
+    compiler = next((each for each in map(shutil.which, ("cc", "gcc", "clang")) if each), "missing")
+    return {"Triton": _version("triton") or "missing: pip install triton", "C compiler": compiler, **facts()}
 
 
 def _missing_texts(missing: Mapping[str, Sequence[str]], level: str) -> list[str]:

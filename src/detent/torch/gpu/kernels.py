@@ -447,13 +447,13 @@ def learned_backward(
     passes = _passes(x, t, u, s, z, LOW, HIGH, ON, EXCLUSIVE)
     tl.store(gx_ptr + i, _selected(passes, raw, DTYPE), mask=exists)
     unclipped = _in_range(u, LOW, HIGH, False)
-    known = exists & (x == x)  # not NaN
+    is_counted = exists & (x == x)  # not NaN
     wide = value.to(tl.float64)
     terms = g * tl.where(unclipped, wide - t.to(tl.float64), wide)
     out = program // parts * ROWS + tl.arange(0, ROWS)
-    ds = _fold(tl.where(known, terms, 0.0), ROWS, COLUMNS, HALVINGS)
+    ds = _fold(tl.where(is_counted, terms, 0.0), ROWS, COLUMNS, HALVINGS)
     tl.store(ds_ptr + out * parts + program % parts, ds, mask=out < sets)
     if KIND == "integer":
         terms = -s.to(tl.float64) * g
-        dz = _fold(tl.where(known & (unclipped == 0), terms, 0.0), ROWS, COLUMNS, HALVINGS)
+        dz = _fold(tl.where(is_counted & (unclipped == 0), terms, 0.0), ROWS, COLUMNS, HALVINGS)
         tl.store(dz_ptr + out * parts + program % parts, dz, mask=out < sets)

@@ -82,9 +82,9 @@ def supports(spec: QuantSpec, shape: tuple[int, ...], ste: Estimator | None = No
 
 
 def supports_sums(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
-    """Return whether the learned gradients have a kernel; there is none for large parameter sets of different sizes.
+    """Return whether learned gradients have a kernel: parameter sets have equal sizes, or at most 1024 elements.
 
-    In a shorter parameter set, additional block sums of 0.0 would change a sum of -0.0.
+    Otherwise, additional block sums of 0.0 in a shorter parameter set would change a sum of -0.0.
     """
     layout = _layout(spec.granularity.tiling(shape))
     return layout is not None and (layout.set_size <= SUM_BLOCK or not layout.is_ragged)
@@ -153,8 +153,8 @@ def _launch(
     kernel: Any, call: _Call, device: torch.device, tensors: dict[str, Any], tile: "_Tile | None" = None
 ) -> None:
     """Launch a kernel with its tensors, and with those numbers and constants of the call and the tile that it has."""
-    known = call.numbers | call.constants | ({} if tile is None else tile.constants)
-    arguments = tensors | {name: value for name, value in known.items() if name in kernel.arg_names}
+    values = call.numbers | call.constants | ({} if tile is None else tile.constants)
+    arguments = tensors | {name: value for name, value in values.items() if name in kernel.arg_names}
     programs = (call.programs if tile is None else tile.programs,)
     if device.type != "cuda":  # Triton's interpreter, in tests; it has no options
         kernel[programs](**arguments)

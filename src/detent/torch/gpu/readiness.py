@@ -32,7 +32,7 @@ from detent.torch import traced_namespace as xp
 from detent.torch.arrays import FLOAT_TYPES, PLAIN_TYPES, to_array, to_tensor
 from detent.torch.gpu import launch
 
-__all__ = ["can_launch", "devices", "differences", "refusal", "report"]
+__all__ = ["can_launch", "devices", "differences", "facts", "refusal", "report"]
 
 DEVICE_TYPE = "cuda"  # PyTorch's name for NVIDIA and AMD GPUs
 CHECKED_SPECS = ("int8", "uint8/axis0/affine/torch", "int4/group32/affine/compressed_tensors", "int16")
@@ -80,12 +80,12 @@ def _check(device: torch.device, dtype: torch.dtype) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     try:
-        found = differences(device, dtype)
+        wrong_results = differences(device, dtype)
     except Exception as error:  # noqa: BLE001 - drivers, compilers and Triton raise errors of any type
         lines = str(error).strip().splitlines()
         reason = f"the self-check failed with {type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
     else:
-        reason = f"the self-check found wrong results: {', '.join(found)}" if found else ""
+        reason = f"the self-check found wrong results: {', '.join(wrong_results)}" if wrong_results else ""
     if not reason:
         return None
     warnings.warn(
@@ -98,14 +98,14 @@ def _check(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def differences(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Compare GPU kernels with CPU kernels; return one text for each operation and spec with a different bit."""
-    found = []
+    wrong_results = []
     for text in CHECKED_SPECS:
         spec = QuantSpec.parse(text)
         for operation, got, expected in _results(spec, device, dtype):
             count = _differing(got, expected)
             if count:
-                found.append(f"{operation} of {spec} ({count} of {expected.size})")
-    return found
+                wrong_results.append(f"{operation} of {spec} ({count} of {expected.size})")
+    return wrong_results
 
 
 def _results(
@@ -180,13 +180,24 @@ def report(state: Callable[[torch.device, torch.dtype], str | None] | None = Non
     if not uses_gpu_kernels():
         return {"all GPUs": "off: DETENT_GPU=0"}
     return {
-        f"{device} {torch.cuda.get_device_name(device)} {name}": (state or _known)(device, dtype) or "ready"
+        f"{device} {torch.cuda.get_device_name(device)} {name}": (state or _last_state)(device, dtype) or "ready"
         for device in devices()
         for dtype, name in FLOAT_TYPES.items()
     }
 
 
-def _known(device: torch.device, dtype: torch.dtype) -> str | None:
+def facts() -> dict[str, str]:
+    """Run all self-checks; return the version of PyTorch, the GPUs, and the state of each GPU and dtype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the states contain the reasons
+        states = report(refusal)
+    version = torch.version
+    toolkit = f"CUDA {version.cuda}" if version.cuda else f"ROCm {version.hip}" if version.hip else "a build for CPUs"
+    names = ", ".join(f"{device} {torch.cuda.get_device_name(device)}" for device in devices())
+    return {"PyTorch": f"{torch.__version__}, {toolkit}", "GPUs": names or "none found", **states}
+
+
+def _last_state(device: torch.device, dtype: torch.dtype) -> str | None:
     return _refusals.get((device, dtype), NOT_CHECKED)
 
 
