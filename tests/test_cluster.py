@@ -55,6 +55,16 @@ def test_items_of_a_process_that_dies_run_again_and_count_once(tmp_path):
         assert list(run_items(executor, die_once, items, plain)) == list(range(12))
 
 
+def test_items_that_nobody_waits_for_do_not_run():
+    with process_executor(1) as executor:
+        executor.submit(double, 1).result()
+        start = time.monotonic()
+        futures = [executor.submit(time.sleep, 0.5) for _ in range(20)]
+        for future in futures:
+            future.cancel()
+    assert time.monotonic() - start < 5
+
+
 def test_a_process_that_always_dies_ends_the_job():
     with process_executor(1, retries=1) as executor, pytest.raises(dt.WorkerError, match="a worker of ProcessExecutor"):
         list(run_items(executor, die, [1], plain))

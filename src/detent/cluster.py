@@ -25,7 +25,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExec
 from typing import Any, TypeVar
 
 from detent.checks import as_integer
-from detent.errors import UnsupportedError, WorkerError, install_hint
+from detent.errors import SpecError, UnsupportedError, WorkerError, install_hint
 from detent.work_items import Environment
 
 __all__ = ["ProcessExecutor", "RayExecutor", "cluster_nodes", "process_executor", "ray_executor"]
@@ -81,32 +81,29 @@ class ProcessExecutor(Executor):
                 context = multiprocessing.get_context("spawn")
                 self._pool = ProcessPoolExecutor(self.workers, mp_context=context)
             pool = self._pool
-            try:
-                inner = pool.submit(function, *args, **kwargs)
-            except BrokenExecutor as error:
-                self._restart(pool, error)
-                self._start(future, function, args, kwargs)
-                return
+        try:  # without our lock: the pool has its own, which it may hold while it calls ``finish``
+            inner = pool.submit(function, *args, **kwargs)
+        except BrokenExecutor as error:
+            self._restart(pool, error)
+            self._start(future, function, args, kwargs)
+            return
 
         def finish(done: Future[ResultT]) -> None:
-            if future.cancelled():
-                return
             if done.cancelled():
                 future.cancel()
                 return
             error = done.exception()
-            if isinstance(error, BrokenExecutor):
+            if isinstance(error, BrokenExecutor) and not future.cancelled():
                 try:
                     self._restart(pool, error)
                     self._start(future, function, args, kwargs)
                 except (BrokenExecutor, RuntimeError) as final:
-                    future.set_exception(final)
-            elif error is not None:
-                future.set_exception(error)
+                    _settle(future, error=final)
             else:
-                future.set_result(done.result())
+                _settle(future, None if error is not None else done.result(), error)
 
         inner.add_done_callback(finish)
+        future.add_done_callback(lambda outer: outer.cancelled() and inner.cancel())
 
     def _restart(self, broken: ProcessPoolExecutor, error: BaseException) -> None:
         """Forget a broken pool, so that the next call starts a new one; raise the error after too many retries."""
@@ -126,6 +123,16 @@ class ProcessExecutor(Executor):
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+def _settle(future: Future[Any], result: object = None, error: BaseException | None = None) -> None:
+    """Set the result or the error of a future, unless it was canceled."""
+    if future.done() or not future.set_running_or_notify_cancel():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 def ray_executor(
@@ -162,7 +169,12 @@ def _import_ray() -> Any:  # noqa: ANN401 - a module without types
 
 def _connect(ray: Any, address: str | None) -> None:  # noqa: ANN401 - a module without types
     """Connect to a cluster; fail within seconds if none answers."""
-    if ray.is_initialized() and address is None:
+    if ray.is_initialized():
+        connected = ray.get_runtime_context().gcs_address
+        if address not in {None, "auto", connected}:
+            raise SpecError(
+                f"this process is connected to the Ray cluster {connected}, got {address}: call ray.shutdown() first"
+            )
         return
     result: list[BaseException | None] = []
 
@@ -235,28 +247,41 @@ class RayExecutor(Executor):
                     if self._is_shut:
                         return
                     continue
-            ready, _ = self._ray.wait(list(flying.values()), num_returns=1, timeout=POLL_SECONDS, fetch_local=True)
-            done = set(ready)
-            for future, reference in flying.items():
-                if future.cancelled():
-                    self._ray.cancel(reference, force=False)
-                elif reference in done:
-                    self._finish(future, reference)
-                else:
-                    continue
-                with self._lock:
+            try:
+                finished = self._poll(flying)
+            except Exception as error:  # noqa: BLE001 - nobody else would tell those who wait
+                self._is_shut = True
+                for future in flying:
+                    _settle(future, error=WorkerError(f"the connection to Ray failed: {error}"))
+                finished = list(flying)
+            with self._lock:
+                for future in finished:
                     self._flying.pop(future, None)
+
+    def _poll(self, flying: dict[Future[Any], Any]) -> list[Future[Any]]:
+        """Settle futures whose tasks are done, and cancel tasks whose futures are canceled; return all of these."""
+        ready, _ = self._ray.wait(list(flying.values()), num_returns=1, timeout=POLL_SECONDS, fetch_local=True)
+        finished = []
+        for future, reference in flying.items():
+            if future.cancelled():
+                self._ray.cancel(reference, force=False)
+            elif reference in ready:
+                self._finish(future, reference)
+            else:
+                continue
+            finished.append(future)
+        return finished
 
     def _finish(self, future: Future[Any], reference: Any) -> None:  # noqa: ANN401 - an object reference of Ray
         try:
             result = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]  # the last line has the cause
-            future.set_exception(WorkerError(f"Ray gave up on an item: {lines[-1].strip()}"))
+            _settle(future, error=WorkerError(f"Ray gave up on an item: {lines[-1].strip()}"))
         except Exception as error:  # noqa: BLE001 - the error of the call
-            future.set_exception(error)
+            _settle(future, error=error)
         else:
-            future.set_result(result)
+            _settle(future, result)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Stop accepting calls; see ``concurrent.futures.Executor.shutdown``. The connection to the cluster stays."""

@@ -95,6 +95,10 @@ class FileStamp:
         path = Path(self.path)
         try:
             status = path.stat()
+        except PermissionError as error:
+            raise WorkerError(
+                f"worker {worker_name()} may not read {self.path}: run workers as the user of the driver"
+            ) from error
         except OSError as error:
             raise WorkerError(
                 f"worker {worker_name()} cannot read {self.path} ({error.strerror}): use a directory that all nodes "
@@ -144,11 +148,10 @@ def _run_item(
 ) -> _Outcome[ResultT]:
     """Run one item in a worker. Errors are returned, because executors cannot transport every exception."""
     name = worker_name()
-    differences = environment.differences(here())
-    if differences:
-        error = WorkerError(f"worker {name} has {'; '.join(differences)}: give all nodes the same software and CPU")
-        return _Outcome(name, error=error)
     try:
+        differences = environment.differences(here())
+        if differences:
+            raise WorkerError(f"worker {name} has {'; '.join(differences)}: give all nodes the same software and CPU")
         return _Outcome(name, function(item))
     except DetentError as error:
         return _Outcome(name, error=error)
@@ -242,10 +245,10 @@ class _executor_errors:  # noqa: N801 - used as a context manager function
         if error is None or isinstance(error, DetentError) or not isinstance(error, Exception):
             return
         if isinstance(error, BrokenExecutor):
-            hint = (
-                "the system may have run out of memory; run the job again with the same resume_file, or fewer workers"
-            )
-            raise WorkerError(f"a worker of {self._name} died: {hint}") from error
+            raise WorkerError(
+                f"a worker of {self._name} died, perhaps because memory ran out: run the job again with fewer workers; "
+                "calibration goes on if it has a resume_file"
+            ) from error
         if isinstance(error, CancelledError):
             raise WorkerError(f"{self._name} dropped the work: the executor was shut down") from error
         if isinstance(error, PicklingError | TypeError | AttributeError):
@@ -265,7 +268,7 @@ def workers_of(executor: Executor) -> int:
     >>> workers_of(ThreadPoolExecutor(3))
     3
     """
-    for name in ("workers", "_max_workers"):
+    for name in ("workers", "num_workers", "_max_workers"):
         count = getattr(executor, name, None)
         if isinstance(count, int) and count > 0:
             return count

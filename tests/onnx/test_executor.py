@@ -17,7 +17,7 @@ import detent as dt
 import detent.onnx as qo
 import detent.sensitivity as qs
 from detent.cluster import process_executor, ray_executor
-from detent.observers import passes
+from detent.observers import MSE, passes
 from detent.onnx import calibration_items
 from detent.onnx.samples import choose_samples, choose_surveyed
 from detent.onnx_model.batches import open_batches
@@ -122,6 +122,37 @@ def test_sensitivity_of_decisions(job, threads):
     decisions = qo.decide(job / "m.onnx", job / "data", progress=False)
     here = qs.measure(job / "m.onnx", job / "data", decisions)
     assert qs.measure(job / "m.onnx", job / "data", decisions, executor=threads) == here
+
+
+def test_the_next_job_of_an_executor_sees_changed_data(job, threads):
+    for scale in (1.0, 30.0):
+        for i in range(BATCHES):
+            x = np.random.default_rng(i).normal(size=(2, 3, 12, 12)) * scale
+            np.savez(job / "data" / f"{i:02d}.npz", x=x.astype(np.float32))
+        here = qs.measure(job / "m.onnx", job / "data", samples=8)
+        assert qs.measure(job / "m.onnx", job / "data", samples=8, executor=threads) == here
+        assert quantized(job, threads) == quantized(job)
+
+
+def test_sensitivity_of_some_batches(job, threads):
+    batches = open_batches(job / "data", inputs_of(small())).subset([3, 5, 7])
+    here = qs.measure(job / "m.onnx", batches, samples=4)
+    assert qs.measure(job / "m.onnx", batches, samples=4, executor=threads) == here
+    assert here != qs.measure(job / "m.onnx", job / "data", samples=4)
+
+
+def test_an_interrupted_merge_is_not_saved(job, tmp_path, threads, monkeypatch):
+    path, calls = tmp_path / "state", iter(range(100))
+
+    def merge(self, other, real=MSE.merge):
+        if next(calls) == 4:  # in the middle of an item
+            raise KeyboardInterrupt
+        return real(self, other)
+
+    monkeypatch.setattr(MSE, "merge", merge)
+    with pytest.raises(KeyboardInterrupt):
+        quantized(job, threads, resume_file=path)
+    assert not path.exists()
 
 
 def test_data_in_memory_need_a_named_directory(job, threads):

@@ -142,7 +142,11 @@ class Screen:
             if workers is not None:
                 workers.on_change = show
             show()
-            yield advance
+            try:
+                yield advance
+            finally:
+                if workers is not None:
+                    workers.on_change = None  # the bar is closed
 
     @contextmanager
     def _bar(self) -> Iterator[Callable[[str, int, int | None], None]]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -44,7 +45,7 @@ class WatchedExecutor(Executor):
         self.workers = getattr(executor, "workers", None)
         self.on_change: Callable[[], object] | None = None
         self._seen: dict[str, float] = {}  # the time of each worker's last item
-        self._done, self._start = 0, time.monotonic()
+        self._done, self._start, self._lock = 0, time.monotonic(), Lock()
 
     def submit(self, function: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
         """Schedule a call; see ``concurrent.futures.Executor.submit``."""
@@ -55,8 +56,9 @@ class WatchedExecutor(Executor):
     def _count(self, future: Future[Any]) -> None:
         if future.cancelled() or future.exception() is not None:
             return
-        self._done += 1
-        self._seen[str(getattr(future.result(), "worker", ""))] = time.monotonic()
+        with self._lock:
+            self._done += 1
+            self._seen[str(getattr(future.result(), "worker", ""))] = time.monotonic()
         if self.on_change is not None:
             self.on_change()
 
@@ -64,7 +66,8 @@ class WatchedExecutor(Executor):
     def label(self) -> str:
         """Workers alive, items done, and items per second."""
         now = time.monotonic()
-        alive = sum(now - last < SECONDS_ALIVE for last in self._seen.values())
+        with self._lock:
+            alive = sum(now - last < SECONDS_ALIVE for last in self._seen.values())
         speed = self._done / max(now - self._start, 1e-9)
         return f"{counted(alive, 'worker')}, {counted(self._done, 'item', ',')}, {speed:.1f}/s"
 

@@ -105,7 +105,8 @@ def _parts(workspace: Workspace, batches: Batches) -> list[BatchPart]:
     numbers = list(range(batches.count or 0) if batches.numbers is None else batches.numbers)
     share = -(-len(numbers) // (ITEMS_PER_WORKER * workers_of(workspace.executor)))
     size = max(1, min(share, MAX_ITEM_BATCHES))
-    return [BatchPart(batches.files, tuple(numbers[each.start : each.stop])) for each in ranges(len(numbers), size)]
+    spans = ranges(len(numbers), size)
+    return [BatchPart(batches.files, tuple(numbers[each.start : each.stop]), workspace.job) for each in spans]
 
 
 class _ObserveItem(NamedTuple):
@@ -218,19 +219,21 @@ def observe_on_executor(
         one_pass.check_last(saved, path)
     report = reporter(progress, "calibrating", "batches", saved.batches)
     done, checksum, last_save = saved.batches, saved.mark, time.monotonic()
-    items = one_pass.items(done, total - done)
+    items, is_complete = one_pass.items(done, total - done), True
     try:
         for item, (states, mark) in zip(items, one_pass.run(items), strict=True):
             parts = {name: type(each).from_bytes(states[name]) for name, each in observers.items()}
+            is_complete = False  # if some observers are merged and others are not, the state must not be saved
             for name, observer in observers.items():
                 observer.merge(parts[name])
+            is_complete = True
             done, checksum = item.first + len(item.digests), mark
             if path is not None and time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
                 save_resume_file(path, observers, ResumeHeader(done, checksum))
                 last_save = time.monotonic()
             report(done, total)
     finally:
-        if path is not None and done > saved.batches:
+        if path is not None and is_complete and done > saved.batches:
             save_resume_file(path, observers, ResumeHeader(done, checksum))
     if isinstance(report, ProgressBar):
         report.close()

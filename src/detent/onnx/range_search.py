@@ -19,9 +19,9 @@ samples does not depend on them, and is kept. Two kinds of ranges are compared w
   for the range of all data. The largest margin is chosen whose noise is about the least, because values outside of
   the range are known to occur.
 - The clipped range of the observer, for tensors that ``choose_clipped`` selects; ``search_subset`` decides for which of
-  them. Clipping is kept only if it removes a tenth of the noise. With many calibration samples, or with an SQNR above
-  30 dB, it must remove half of the noise, because the measured samples contain few of the clipped values: in an
-  EfficientNet with 35 dB, clipping that removed a tenth of the noise cost 5 dB on other data.
+  them, if no margin helps. Clipping is kept only if it removes a tenth of the noise. With many calibration samples, or
+  with an SQNR above 30 dB, it must remove half of the noise, because the measured samples contain few of the clipped
+  values: in an EfficientNet with 35 dB, clipping that removed a tenth of the noise cost 5 dB on other data.
 
 With few calibration samples, ranges of one small fold are tested, because a model sees more data in use than in
 calibration: ranges of 8 samples are tested on 32.
@@ -185,7 +185,7 @@ def search_ranges(
     search = _Search(noise, [each for each in groups if each.group not in fixed], calibration, bounds, first)
     is_searched = noise.samples >= MIN_MEASURED and bounds.has_enough
     margin = search.best_margin() if is_searched else bounds.min_max
-    # If a margin helps, values beyond those of the calibration data matter, so nothing is clipped.
+    # If a margin helps, values beyond those of the samples matter, so nothing is clipped.
     chosen = set() if is_searched and margin else search.best_clipped(clipped, margin)
     chosen |= clipped & set(fixed)
     params = {

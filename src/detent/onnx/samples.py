@@ -153,11 +153,12 @@ def choose_surveyed(model: ModelProto, batches: Batches, facts: Iterable[BatchFa
             if hashes.accepts(key):
                 hashes.add(key, nbytes, (number, index), is_cut=is_cut)
     numbers = sorted({number for number, _ in hashes.values})
-    feeds = dict(zip(numbers, batches.subset(numbers), strict=True))
-    return tuple(
-        {name: np.array(array) for name, array in _sample(feeds[number], index).items()}
-        for number, index in hashes.values
-    )
+    samples: dict[tuple[int, int | None], Feed] = {}
+    for number, feed in zip(numbers, batches.subset(numbers), strict=True):  # one batch in memory at a time
+        for place in hashes.values:
+            if place[0] == number:
+                samples[place] = {name: np.array(array) for name, array in _sample(feed, place[1]).items()}
+    return tuple(samples[place] for place in hashes.values)
 
 
 def _sample(feed: Feed, index: int | None) -> Feed:

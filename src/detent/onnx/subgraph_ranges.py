@@ -44,7 +44,7 @@ def observe_ranges(model: ModelProto, names: Collection[str], batches: Iterable[
             values = iter(session.run(tensors, dict(feed)))
         for each in ranges:
             lo, hi = observed.get(each.layer, (np.inf, -np.inf))
-            observed[each.layer] = min(lo, float(next(values))), max(hi, float(next(values)))
+            observed[each.layer] = float(np.minimum(lo, next(values))), float(np.maximum(hi, next(values)))
     return {name: (lo, hi) for name, (lo, hi) in observed.items() if np.isfinite([lo, hi]).all() and lo <= hi}
 
 

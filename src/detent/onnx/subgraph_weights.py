@@ -25,6 +25,7 @@ __all__ = ["hoist_weights"]
 
 Array = NDArray[Any]
 RunAlone = Callable[[ModelProto, list[str]], dict[str, Array]]
+MAX_NODES = 64  # limit on the nodes that compute a weight
 _CARRIED = 2  # first input of a Loop that is passed from step to step, after the number of steps and the condition
 _EXACT = (*MOVING, "Identity", "Split", "Concat", "Gather", "Cast", "Shape")  # operators that do not round floats
 
@@ -156,11 +157,18 @@ class _Hoister:
         return self._run_alone(alone, [name])[name]
 
     def _collect(
-        self, name: str, scopes: Sequence[_Scope], constants: dict[str, TensorProto], nodes: list[NodeProto]
+        self,
+        name: str,
+        scopes: Sequence[_Scope],
+        constants: dict[str, TensorProto],
+        nodes: list[NodeProto],
+        depth_left: int = MAX_NODES,
     ) -> bool:
         """Add what computes a tensor to ``constants`` and ``nodes``, in graph order; return whether all is constant."""
         if name in constants or any(name in node.output for node in nodes):
             return True
+        if len(nodes) >= MAX_NODES or depth_left == 0:  # no weight of a real model is computed in so many steps
+            return False
         if name in self._graph.constants:
             constants[name] = self._graph.constants[name]
             return True
@@ -173,7 +181,8 @@ class _Hoister:
             if node is not None:
                 if node.op_type not in _EXACT or node.domain not in MAIN:
                     return False
-                is_constant = all(self._collect(each, scopes[: depth + 1], constants, nodes) for each in reads(node))
+                outer, left = scopes[: depth + 1], depth_left - 1
+                is_constant = all(self._collect(each, outer, constants, nodes, left) for each in reads(node))
                 nodes.append(node)
                 return is_constant
         return False

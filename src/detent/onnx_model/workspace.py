@@ -13,12 +13,13 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import ModelProto
 
@@ -28,7 +29,7 @@ from detent.kernels import capabilities
 from detent.onnx_model.batches import Batches, open_batches
 from detent.onnx_model.data_files import DataFiles
 from detent.onnx_model.files import load, save
-from detent.onnx_model.model_inputs import inputs_of
+from detent.onnx_model.model_inputs import InputInfo, inputs_of
 from detent.onnx_model.targets import has_vnni
 from detent.work_items import Environment, FileStamp, as_executor
 
@@ -42,11 +43,11 @@ MODELS_KEPT, DATA_KEPT, ARRAYS_KEPT = 2, 4, 64  # what a worker keeps in memory 
 def runtime_environment() -> Environment:
     """Return what changes the bits of float results: versions of packages, and the CPU."""
     caps = capabilities()
-    packages = ("numpy", "onnx", "onnxruntime")
+    packages = (np, onnx, ort)
     return Environment(
         (
             ("detent", __version__),
-            *((name, version(name)) for name in packages),
+            *((each.__name__, str(each.__version__)) for each in packages),
             ("machine", caps.machine),
             ("CPU level", caps.level),
             ("VNNI", str(has_vnni())),
@@ -56,18 +57,22 @@ def runtime_environment() -> Environment:
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Some batches of data in files: how to open the files, and the numbers of the batches."""
+    """Some batches of data in files: how to open the files, and the numbers of the batches.
+
+    ``job`` is the name of the job: a worker opens the files again for each job, because they may have changed.
+    """
 
     files: DataFiles
     numbers: tuple[int, ...]
+    job: str
 
     def open(self, model: ModelProto) -> Batches:
-        """Open these batches as inputs of a model; the files stay open for the next part."""
-        return _opened(self.files, tuple(inputs_of(model))).subset(self.numbers)
+        """Open these batches as inputs of a model; the files stay open for the next part of the job."""
+        return _opened(self.files, tuple(inputs_of(model)), self.job).subset(self.numbers)
 
 
 @lru_cache(maxsize=DATA_KEPT)
-def _opened(files: DataFiles, inputs: Any) -> Batches:  # noqa: ANN401 - a tuple of InputInfo, part of the cache key
+def _opened(files: DataFiles, inputs: tuple[InputInfo, ...], job: str) -> Batches:  # noqa: ARG001 - the cache key
     return open_batches(files, inputs)
 
 
@@ -91,6 +96,11 @@ class Workspace:
         self.executor, self.directory, self._is_named = executor, directory, is_named
         self._count = 0
 
+    @property
+    def job(self) -> str:
+        """Name of the job, unique on this machine."""
+        return self.directory.name
+
     def add_model(self, model: ModelProto) -> FileStamp:
         """Write a model."""
         path = self._new(".onnx")
@@ -110,8 +120,9 @@ class Workspace:
             SpecError: the data are in memory, and the caller named no directory.
         """
         if batches.files is not None:
-            absolute = Path(batches.files.path).absolute()
-            batches.files = replace(batches.files, path=absolute)
+            path, tokenizer = Path(batches.files.path).absolute(), batches.files.tokenizer
+            tokenizer = None if tokenizer is None else Path(tokenizer).absolute()
+            batches.files = replace(batches.files, path=path, tokenizer=tokenizer)
             return batches
         if not self._is_named:
             raise SpecError(
@@ -166,7 +177,10 @@ def open_workspace(
             "as work_directory="
         )
     try:
-        temporary = tempfile.TemporaryDirectory(prefix=".detent-work-", dir=parent.absolute())
+        # Workers may still read a file of an item that nobody waits for.
+        temporary = tempfile.TemporaryDirectory(
+            prefix=".detent-work-", dir=parent.absolute(), ignore_cleanup_errors=True
+        )
     except OSError as error:
         raise SpecError(
             f"cannot write to {parent} ({error.strerror}): name another directory that all workers see as "

@@ -226,7 +226,8 @@ def _remote(
         return
     if _is_module(model):
         raise SpecError(
-            "got a torch.nn.Module with executor=, but workers read the model from a file: export it to ONNX first"
+            "got a torch.nn.Module with executor= or work_directory=, but workers read the model from a file: export "
+            "it to ONNX first"
         )
     from detent.onnx_model.batches import open_batches  # noqa: PLC0415 - these import ONNX Runtime
     from detent.onnx_model.files import load_model  # noqa: PLC0415

@@ -5,22 +5,22 @@ of the measurement. A worker keeps its runner. An item is a candidate for some l
 adds up the noise of the batches in their order, so the result has the bits of one process.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
-from detent.errors import SpecError
+from detent.errors import SpecError, WorkerError
 from detent.onnx.decisions import Decisions
-from detent.onnx_model.batches import Batches
-from detent.onnx_model.data_files import DataFiles
+from detent.onnx_model.batches import Batches, digest_of
 from detent.onnx_model.files import LoadedModel
-from detent.onnx_model.workspace import Workspace, ranges, runtime_environment
+from detent.onnx_model.workspace import BatchPart, Workspace, ranges, read_model, runtime_environment
 from detent.recipe import Recipe
 from detent.sensitivity.bench import BatchNoise, OutputNoise, as_storage, as_widths
 from detent.sensitivity.onnx_bench import OnnxLayerRunner, open_decisions, open_recipe
 from detent.storage import write_atomic
-from detent.work_items import FileStamp, run_items, workers_of
+from detent.work_items import FileStamp, run_items, worker_name, workers_of
 
 __all__ = ["RemoteRuns", "RunnerRecord"]
 
@@ -32,7 +32,8 @@ class RunnerRecord(NamedTuple):
 
     Attributes:
         model: file of the float model.
-        files: the data.
+        data: the batches.
+        digest: SHA-256 of the samples of the driver.
         samples: number of samples.
         target: name of the target.
         storage: how bytes are counted.
@@ -43,7 +44,8 @@ class RunnerRecord(NamedTuple):
     """
 
     model: FileStamp
-    files: DataFiles
+    data: BatchPart
+    digest: str
     samples: int
     target: str
     storage: str
@@ -67,11 +69,13 @@ class RunnerRecord(NamedTuple):
         widths: Sequence[str] | None,
     ) -> "RunnerRecord":
         """Describe a runner; a model, data or decisions that are not in files are written to the workspace."""
-        stamp = workspace.add_model(model.proto) if model.path is None else FileStamp.of(model.path)
-        files = workspace.in_files(batches).files
-        if files is None:
+        batches = workspace.in_files(batches)
+        if batches.files is None or batches.count is None:
             raise SpecError("data must be in files")
-        record = cls(stamp, files, samples, target, storage, skip)
+        numbers = tuple(range(batches.count) if batches.numbers is None else batches.numbers)
+        data = BatchPart(batches.files, numbers, workspace.job)
+        digest = _digest(batches, samples)
+        record = cls(workspace.add_model(model.proto), data, digest, samples, target, storage, skip)
         if isinstance(recipe, Recipe):
             return record._replace(recipe=recipe.to_json(), widths=None if widths is None else tuple(widths))
         path = workspace.directory / "decisions.json"
@@ -81,12 +85,27 @@ class RunnerRecord(NamedTuple):
     def open(self) -> OnnxLayerRunner:
         """Make the runner."""
         path, storage = self.model.check(), as_storage(self.storage)
+        data = self.data.open(read_model(self.model))
+        seen = _digest(data, self.samples)
+        if seen != self.digest:
+            raise WorkerError(
+                f"worker {worker_name()} reads other data than the driver: {self.data.files.path} has SHA-256 "
+                f"{seen[:12]}..., expected {self.digest[:12]}...; give all nodes the same files"
+            )
         if self.decisions is not None:
             decisions = Decisions.from_json(self.decisions.check().read_text(encoding="utf-8"))
-            return open_decisions(path, self.files, decisions, self.samples, self.skip, storage)
+            return open_decisions(path, data, decisions, self.samples, self.skip, storage)
         widths = None if self.widths is None else as_widths(self.widths)
         recipe = Recipe.from_json(self.recipe)
-        return open_recipe(path, self.files, recipe, widths, self.samples, self.target, self.skip, storage)
+        return open_recipe(path, data, recipe, widths, self.samples, self.target, self.skip, storage)
+
+
+def _digest(batches: Batches, samples: int) -> str:
+    """Return the SHA-256 of the first samples."""
+    digest = hashlib.sha256()
+    for feed in batches.first_samples(samples)[0]:
+        digest.update(digest_of(feed))
+    return digest.hexdigest()
 
 
 class _RunItem(NamedTuple):

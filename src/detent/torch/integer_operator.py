@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from detent.torch.arrays import is_channels_last
+from detent.checks import refuse_nan
+from detent.torch.arrays import is_channels_last, to_array
 from detent.torch.integer_product import SIGNED_SHIFT, InputCodes, Requantization, WeightCodes, integer_product
 from detent.torch.layers import Convolution, Linear
 
@@ -57,6 +58,8 @@ def multiply_quantized(  # noqa: PLR0913, PLR0917 - operators have no keyword-on
     >>> torch.ops.detent.multiply_quantized(x, w, None, one / 2, torch.zeros(1), one, False, [], False)
     tensor([[-3.]])
     """
+    if bool(torch.isnan(x).any()):
+        refuse_nan("x", to_array(x), "a NaN has no code")
     zero_point = int(x_zero_point) + (SIGNED_SHIFT if signed else 0)
     codes = (x / x_scale).round_().add_(zero_point).to(torch.uint8)
     scale = w_scale.to(torch.float32)

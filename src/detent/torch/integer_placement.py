@@ -76,7 +76,7 @@ def find_placements(
         node = calls[0]
         norm = norms.get(name)
         if norm:
-            node = next(iter(node.users))
+            node = next((user for user in node.users if user.target == norm), node)
         placements[name] = search.placement(node)
     return placements
 
