@@ -204,7 +204,8 @@ def test_a_limit_that_cannot_be_met_is_a_warning(data, tmp_path):
 
     report = qo.quantize(network(), tmp_path / "a.onnx", [data["calib"]], metric=closeness, max_drop=0)
     assert not report.search.is_met
-    assert [layer.reason for layer in report.layers].count(MAX_DROP_REASON) == 2
+    kept = [layer.reason for layer in report.layers].count(MAX_DROP_REASON)
+    assert 0 < kept < len(report.layers), "the layers that help, not all of them"
     text = next(each.text for each in report.warnings if each.code == "max-drop")
     assert text.startswith("no set of layers in float meets max_drop 0 on 64 search samples: closeness is -0.")
     assert report.output.is_file()

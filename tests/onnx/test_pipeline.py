@@ -11,7 +11,7 @@ from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 import detent as dt
 import detent.onnx as qo
 from detent.errors import FileFormatError, SpecError
-from detent.onnx import accuracy_passes, calibration
+from detent.onnx import accuracy_passes
 from detent.onnx_model import TARGETS, Graph, Provenance, load_model, make_session, save, sessions
 
 FEEDS = images(6)
@@ -228,15 +228,14 @@ def test_budget_takes_tensors_in_groups_and_changes_nothing(tmp_path):
 
 def test_all_passes_record_at_most_the_budget_or_one_tensor(tmp_path, monkeypatch):
     recorded = []
-    record = sessions.record
+    run = sessions.Recorder.run
 
-    def watch(*arguments, **options):
-        for tensors in record(*arguments, **options):
+    def watch(recorder, feeds):
+        for tensors in run(recorder, feeds):
             recorded.append([array.nbytes for name, array in tensors.items() if name != "x"])
             yield tensors
 
-    for module in (sessions, calibration):
-        monkeypatch.setattr(module, "record", watch)
+    monkeypatch.setattr(sessions.Recorder, "run", watch)
     for model, data, budget in ((conv_chain(), FEEDS, 10_000), (mlp(), rows(6), 500)):
         recorded.clear()
         quantize(model, tmp_path, data, memory_budget=budget)

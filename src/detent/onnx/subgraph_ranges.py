@@ -121,9 +121,8 @@ class _Instrument:
         """Add two outputs to a branch; None stands for an empty range."""
         if tensors is None:
             tensors = [self._graph.fresh("range_empty") for _ in self._empty]
-            branch.node.extend(
-                helper.make_node("Squeeze", [empty], [name]) for empty, name in zip(self._empty, tensors, strict=True)
-            )
+            for empty, name in zip(self._empty, tensors, strict=True):
+                branch.node.append(helper.make_node("ReduceMax", [empty], [name], keepdims=0))
         branch.output.extend(_value(each) for each in tensors)
 
     def _loop(self, node: NodeProto, name: str, ranges: list[_LayerRange]) -> list[NodeProto]:

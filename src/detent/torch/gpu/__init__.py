@@ -3,4 +3,4 @@
 Not yet run on a GPU. Tests run the kernels in Triton's interpreter and check the code that Triton generates.
 """
 
-__all__: list[str] = []
+__all__ = ()
