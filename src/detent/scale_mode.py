@@ -108,10 +108,10 @@ class Learned(ScaleMode):
     rate: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, known in (("start", ("minmax", "mse")), ("zero_point", ("learned", "auto"))):
+        for name, choices in (("start", ("minmax", "mse")), ("zero_point", ("learned", "auto"))):
             value = getattr(self, name)
-            if not isinstance(value, str) or value not in known:
-                raise SpecError(f"got {name}={value!r} for mode Learned, expected {' or '.join(map(repr, known))}")
+            if not isinstance(value, str) or value not in choices:
+                raise SpecError(f"got {name}={value!r} for mode Learned, expected {' or '.join(map(repr, choices))}")
         if isinstance(self.rate, bool) or not isinstance(self.rate, Real) or not 0.0 < self.rate < inf:
             raise SpecError(f"got rate={self.rate!r} for mode Learned, expected a number above 0, for example 10")
         object.__setattr__(self, "rate", float(self.rate))

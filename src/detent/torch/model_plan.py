@@ -165,7 +165,7 @@ def _row(layer: LayerPlan) -> tuple[str, ...]:
 
 
 def _mode_note(layer: LayerPlan) -> str:
-    """Return the mode of the activations, and the mode of the weights if it does not follow from the former."""
+    """Return the mode of the activations, and the mode of the weights if the first does not imply it."""
     has_activations = layer.input or layer.output
     if not has_activations or not layer.weights or layer.weight_mode in (_WEIGHTS, layer.mode):
         return str(layer.mode if has_activations else layer.weight_mode)

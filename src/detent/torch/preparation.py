@@ -224,7 +224,7 @@ def _check_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_:
 
 
 def _set_missing_scales(module: nn.Module, keys: Any) -> None:
-    """Set the scales of loaded weights if the checkpoint has none, as the checkpoint of a float model."""
+    """Set the scales of weights after loading a checkpoint without scales, which is from a float model."""
     missing = [f".{key}" for key in keys.missing_keys]  # names may begin with those of wrappers
 
     def is_missing(name: str) -> bool:
