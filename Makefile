@@ -8,6 +8,8 @@ RUN    := $(VENV)/bin/python
 TOOLS  := .venv-bench
 TOOLED := $(TOOLS)/.complete
 BENCH  := $(TOOLS)/bin/python
+GPU    := .venv-gpu
+GPU_UP := $(GPU)/.complete
 PYTEST := $(RUN) -m pytest
 JOBS   ?= auto
 
@@ -18,8 +20,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test test-all lint format sanitize bench bench-quick bench-qat bench-onnx bench-unseen \
-        bench-dynamic bench-mixed bench-drop bench-tools peers docs wheel clean
+.PHONY: help demo quick test test-all test-gpu test-gpu-all lint format sanitize bench bench-quick bench-qat bench-onnx \
+        bench-unseen bench-cluster bench-dynamic bench-kinds bench-ptq bench-mixed bench-drop bench-tools peers docs \
+        wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +45,12 @@ test: lint ## lint, then all tests that are not slow: doctests, tests, docs snip
 test-all: lint ## lint, then all tests, with more generated examples; then, on the reference kernels, those that are not slow
 	DETENT_HYPOTHESIS_PROFILE=thorough $(PYTEST) -n $(JOBS) --dist worksteal
 	DETENT_KERNELS=reference $(PYTEST) -n $(JOBS) --dist worksteal -m "not slow" --ignore=tests/kernels/native
+
+test-gpu: $(GPU_UP) ## install Triton (1 GB) into .venv-gpu, and test GPU kernels and generated GPU code without a GPU
+	$(GPU)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" tests/torch/gpu
+
+test-gpu-all: $(GPU_UP) ## test-gpu with all variants of kernels, more GPU architectures and 10^8 points; takes hours
+	$(GPU)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/torch/gpu
 
 lint: $(STAMP) ## check style (ruff), types (mypy --strict) and which module imports which (import-linter)
 	$(RUN) -m ruff check .
@@ -94,9 +103,23 @@ bench-drop: $(STAMP) ## compare the search for max_drop with an exhaustive searc
 	$(RUN) benchmarks/max_drop.py --output benchmarks/results/max_drop.json
 	$(RUN) benchmarks/render_max_drop.py
 
+bench-cluster: $(STAMP) ## measure how calibration scales with workers; update the tables
+	$(QUIET) $(RUN) benchmarks/cluster.py --output benchmarks/results/cluster.json
+	$(RUN) benchmarks/render_cluster.py
+
 bench-dynamic: $(STAMP) ## compare dynamic quantization with ONNX Runtime's; update the tables
 	$(QUIET) $(RUN) benchmarks/dynamic.py --output benchmarks/results/dynamic.json
 	$(RUN) benchmarks/render_dynamic.py
+
+bench-kinds: $(STAMP) ## compare recurrent layers and subgraphs with ONNX Runtime's tools; update the tables
+	$(QUIET) $(RUN) benchmarks/graph_kinds.py --output benchmarks/results/graph_kinds.json
+	$(RUN) benchmarks/render_graph_kinds.py
+
+bench-ptq: $(STAMP) ## measure attention, float16 models and ragged groups; update the tables
+	$(QUIET) $(RUN) benchmarks/attention_matmuls.py --output benchmarks/results/attention_matmuls.json
+	$(QUIET) $(RUN) benchmarks/graph_kinds.py --cases bert-float16 vit-float16 squeezenet-float16 bert-192 deit-144 swin-96 \
+		--output benchmarks/results/float16_groups.json
+	$(RUN) benchmarks/render_ptq.py
 
 bench-mixed: $(STAMP) ## compare mixed precision with uniform bit widths; update the tables
 	$(RUN) benchmarks/mixed_precision.py --output benchmarks/results/mixed_precision.json
@@ -117,7 +140,7 @@ wheel: $(STAMP) ## build an sdist, and from the sdist a wheel with native kernel
 
 clean: ## remove everything that make and the tools generate
 	rm -rf demo-report.html demo-*.onnx demo-calibration.npz
-	rm -rf $(VENV) $(TOOLS) benchmarks/.cache build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TOOLS) $(GPU) benchmarks/.cache build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp READY stands for an environment with all that users need, enough for the demo. STAMP adds what tests need. Each
@@ -144,6 +167,20 @@ $(STAMP): $(READY)
 	@echo "$(CURDIR)" > "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/detent-zoo.pth" # import zoo
 	@touch $@
 
+# Writes the file that puts the packages of .venv below those of the environment with the Python $(1).
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+define on_top_of_venv
+	@echo "import site; site.addsitedir('$$($(RUN) -c '$(SITE)')')" > "$$($(1) -c '$(SITE)')/below.pth"
+endef
+
+# .venv-gpu is .venv with Triton, which only tests/torch/gpu needs.
+$(GPU_UP): $(STAMP)
+	@rm -rf $(GPU)
+	$(PYTHON) -m venv --without-pip $(GPU)
+	$(call on_top_of_venv,$(GPU)/bin/python)
+	$(PYTHON) -m pip --python $(GPU)/bin/python install --quiet -c constraints.txt triton
+	@touch $@
+
 # .venv-bench is an environment on top of .venv, with the same torch and detent. Its site-packages come before those of
 # .venv, so packages that conflict with those of .venv are visible only to the other tools.
 TOOL_PACKAGES := torchao brevitas nvidia-modelopt nncf requests huggingface_hub
@@ -151,7 +188,6 @@ TOOL_PACKAGES := torchao brevitas nvidia-modelopt nncf requests huggingface_hub
 $(TOOLED): $(STAMP) benchmarks/tools-constraints.txt
 	@rm -rf $(TOOLS)
 	$(PYTHON) -m venv --without-pip $(TOOLS)
-	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-	echo "import site; site.addsitedir('$$($(RUN) -c "$$site")')" > "$$($(BENCH) -c "$$site")/below.pth"
+	$(call on_top_of_venv,$(BENCH))
 	$(PYTHON) -m pip --python $(BENCH) install --quiet -c constraints.txt -c benchmarks/tools-constraints.txt $(TOOL_PACKAGES)
 	@touch $@

@@ -110,13 +110,13 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     for tool, (write, _) in TOOLS.items():
         files[tool] = FILES / f"{name}.{tool.replace(' ', '-')}.onnx"
         write(source, files[tool])
-    expected = _outputs(source, feeds)
+    expected = outputs_of(source, feeds)
     times = cpu_times_in_turns(source, files, feeds[:TIMED_SAMPLES], rounds, THREADS)
     rows = {}
     for tool, path in files.items():
         rows[tool] = {
             "cpu": TOOLS[tool].cpu,
-            **_accuracy(expected, _outputs(path, feeds), subject.decide),
+            **accuracy(expected, outputs_of(path, feeds), subject.decide),
             "size_ratio": path.stat().st_size / source.stat().st_size,
             "time": times[tool],
         }
@@ -124,12 +124,13 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     return {"samples": sum(len(next(iter(feed.values()))) for feed in feeds), "rows": rows}
 
 
-def _outputs(path: Path, feeds: Sequence[Feed]) -> list[list[Array]]:
+def outputs_of(path: Path, feeds: Sequence[Feed]) -> list[list[Array]]:
+    """Run a model on all samples, and return its outputs."""
     session = make_session(path, threads=THREADS)
     return [session.run(None, feed) for feed in feeds]
 
 
-def _accuracy(
+def accuracy(
     expected: Sequence[Sequence[Array]], got: Sequence[Sequence[Array]], decide: Callable[[Sequence[Array]], Array]
 ) -> dict[str, float]:
     """Compare the first output of all runs, and the decisions."""

@@ -2,13 +2,15 @@
 
 ::
 
-    python benchmarks/onnx_stability.py [--models A B] [--output FILE]
+    python benchmarks/onnx_stability.py [--parts A B] [--models A B] [--output FILE]
 
-The models are fresh models of ``onnx_unseen``, and so are the samples on which the SQNR is measured; calibration never
-sees them. Three goals are checked:
+The models are fresh models of ``onnx_unseen``. The SQNR is measured on 1536 generated samples that calibration never
+sees: with 256 of them, two equally good files differ by up to 0.5 dB, because few samples hold most of the noise. Three
+goals are checked:
 
 - The SQNR with other orders of the data, and with batches of 1, 8 and 32 samples, differs by at most 0.5 dB.
-- The SQNR with 128 and 256 samples is at most 0.3 dB below the SQNR with 32 samples.
+- The SQNR with 128 and 256 samples is at most 0.3 dB below the SQNR with 32 samples. Each number is a mean over several
+  sets of samples, because one set may happen to suit a model.
 - Skipping more layers lowers the SQNR by at most 0.5 dB: random layers are skipped one after the other.
 """
 
@@ -22,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from onnx_evaluation import outputs
 from run import environment
-from unseen_files import HELD_OUT, Feed, feeds, float_file, write_files
+from unseen_files import Feed, float_file, write_files
 from unseen_models import ALL_UNSEEN
 
 import detent.onnx as qo
@@ -30,11 +32,21 @@ from detent.metrics import sqnr_db
 
 # None of these models was used for development.
 DYNAMIC_MODELS = ("mobileone", "deit")  # they accept any batch size
-COUNTED_MODELS = ("mnasnet", "regnet", "resnet-v2", "keyword-spotter", "conformer")
-SKIPPED_MODELS = ("mnasnet", "efficientnet", "deit")
-ORDERS, BATCH_SIZES, COUNTS = 5, (1, 8, 32), (32, 128, 256)
+# The rules for ranges were changed after conformer, mnasnet and efficientnet did not meet the goals. The models in the
+# second lines were measured only after that.
+COUNTED_MODELS = (
+    *("mnasnet", "regnet", "resnet-v2", "keyword-spotter", "conformer"),
+    *("ghostnet", "centernet", "xception"),
+)
+SKIPPED_MODELS = (
+    *("mnasnet", "efficientnet", "deit"),
+    *("ghostnet", "centernet"),
+)
+ORDERS, BATCH_SIZES = 5, (1, 8, 32)
+SETS = {32: 4, 128: 3, 256: 3}  # sets of calibration samples, by their number of samples
+EVALUATED_SAMPLES, EVALUATED_SEED = 1536, 99
 CHAINS, SKIPPED_SHARES = 3, (0.0, 0.1, 0.2, 0.35, 0.5)
-MORE_SAMPLES_SEED = 17
+FIRST_SET_SEED = 100
 MAX_SPREAD_DB, MAX_LOSS_DB, MAX_SKIP_LOSS_DB = 0.5, 0.3, 0.5
 
 
@@ -43,13 +55,16 @@ class Model:
 
     def __init__(self, name: str) -> None:
         write_files(name)
-        self.name, self.path, self.held_out = name, float_file(name), feeds(name, HELD_OUT)
+        self.name, self.path = name, float_file(name)
+        self.held_out = ALL_UNSEEN[name]._feeds(EVALUATED_SAMPLES, EVALUATED_SEED)
         self.expected = outputs(self.path, self.held_out)
 
-    def samples(self, count: int) -> list[Feed]:
-        """Return calibration samples; the first 32 are always the same."""
-        first = ALL_UNSEEN[self.name].calibration_feeds()
-        return first + ALL_UNSEEN[self.name]._feeds(count - len(first), MORE_SAMPLES_SEED) if count > 32 else first
+    def samples(self, count: int = 32, number: int = 0) -> list[Feed]:
+        """Return a set of calibration samples; the first set of 32 is that of the other benchmarks."""
+        model = ALL_UNSEEN[self.name]
+        if (count, number) == (32, 0):
+            return model.calibration_feeds()
+        return model._feeds(count, FIRST_SET_SEED + number)
 
     def sqnr_db(self, data: Sequence[Feed], **options: object) -> float:
         """Quantize the model; return the SQNR of the worst output on held-out samples."""
@@ -70,7 +85,7 @@ def batched(samples: Sequence[Feed], size: int) -> list[Feed]:
 
 def measure_orders(model: Model) -> dict:
     """Quantize with several orders and batch sizes of the same samples."""
-    samples, rng = model.samples(32), np.random.default_rng(0)
+    samples, rng = model.samples(), np.random.default_rng(0)
     orders = [rng.permutation(len(samples)) for _ in range(ORDERS)]
     ratios = [model.sqnr_db(batched([samples[i] for i in order], size)) for order in orders for size in BATCH_SIZES]
     spread = round(max(ratios) - min(ratios), 2)
@@ -78,15 +93,16 @@ def measure_orders(model: Model) -> dict:
 
 
 def measure_counts(model: Model) -> dict:
-    """Quantize with more and more samples."""
-    ratios = {count: model.sqnr_db(model.samples(count)) for count in COUNTS}
-    loss = round(ratios[COUNTS[0]] - min(ratios.values()), 2)
-    return {"sqnr_db": ratios, "loss_db": loss, "ok": loss <= MAX_LOSS_DB}
+    """Quantize with more and more samples; compare the means over several sets of samples."""
+    single = {count: [model.sqnr_db(model.samples(count, i)) for i in range(sets)] for count, sets in SETS.items()}
+    ratios = {count: round(float(np.mean(each)), 2) for count, each in single.items()}
+    loss = round(max(ratios[32] - min(ratios.values()), 0.0), 2)
+    return {"sqnr_db": ratios, "single_db": single, "loss_db": loss, "ok": loss <= MAX_LOSS_DB}
 
 
 def measure_skipping(model: Model) -> dict:
     """Skip random layers, one after the other; the loss is the largest one from a set of layers to a superset."""
-    data = model.samples(32)
+    data = model.samples()
     names = [layer.name for layer in qo.plan(qo.prepare(model.path)).quantized]
     chains = []
     for seed in range(CHAINS):
@@ -106,11 +122,13 @@ PARTS = {
 def main() -> None:
     """Measure, print one line per part and model, and write the results."""
     parser = argparse.ArgumentParser(description="Measure how stable quantization is.")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these parts")
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="only these models")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     rows = []
-    for part, (names, measure) in PARTS.items():
+    for part in arguments.parts:
+        names, measure = PARTS[part]
         for name in names:
             if arguments.models is None or name in arguments.models:
                 rows.append({"part": part, "model": name} | measure(Model(name)))

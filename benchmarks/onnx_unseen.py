@@ -56,9 +56,10 @@ def quantize(model: str, tool: str, limit: float) -> dict:
 def evaluate(model: str, rows: dict[str, dict], rounds: int, limit: float) -> None:
     """Add to every row of a model the evaluation of its file."""
     files = {tool: file_of(model, tool) for tool, row in rows.items() if "failed" not in row}
-    existing = [f"{tool}={path}" for tool, path in files.items() if path.is_file()]
-    if not existing:
+    files = {tool: path for tool, path in files.items() if path.is_file()}  # rows of other machines have no files here
+    if not files:
         return
+    existing = [f"{tool}={path}" for tool, path in files.items()]
     command = [str(WORKER), "evaluate", model, "--rounds", str(rounds), "--files", *existing]
     columns = run_worker(command, FILES / "none", limit)
     for tool in files:

@@ -2,11 +2,13 @@
 
 ::
 
-    python benchmarks/qat_cost.py [--quick] [--only MODEL] [--output FILE]
+    python benchmarks/qat_cost.py [--quick] [--only MODEL] [--channels-last] [--clock cpu] [--output FILE]
 
 A step is forward, cross entropy, backward and SGD with momentum. Tools take turns in one process, and a float step runs
 before and after each step of a tool. A ratio is the time of a step divided by the mean time of these two float steps;
-the table shows the median ratio. Everything runs with one thread, and then with all threads.
+the table shows the median ratio. Everything runs with one thread, and then with all threads. With ``--clock cpu``, a
+step's time is the CPU time of all threads, for machines that run other work, too. With ``--channels-last``, models and
+images are in this memory format, the float model included.
 
 Saved bytes are the storages that autograd keeps for backward, each counted once, without parameters. Memory that a
 layer keeps in other ways is not counted. So a second value is measured with the C library's allocator: the bytes
@@ -29,7 +31,7 @@ from statistics import median, quantiles
 import torch
 from case import SkippedError
 from qat_models import MODELS, Workload
-from qat_tools import PREPARERS, silence_warnings, versions
+from qat_tools import INTEGER_PREPARERS, PREPARERS, silence_warnings, versions
 from run import environment
 from timing import await_quiet
 from torch import Tensor, nn
@@ -40,6 +42,9 @@ FLOAT = "float"
 WARM_UP_STEPS = 4
 SLEEP_SECONDS = 2e-3  # enough for idle threads to stop spinning
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9
+TOOLS = PREPARERS | INTEGER_PREPARERS
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+PICTURES = 4  # axes
 
 
 @dataclass
@@ -50,11 +55,13 @@ class TrainingRun:
         name: name of the tool.
         model: prepared model, in training mode.
         batch: inputs and targets.
+        clock: returns seconds.
     """
 
     name: str
     model: nn.Module
     batch: tuple[Tensor, Tensor]
+    clock: Callable[[], float] = time.perf_counter
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,17 +81,35 @@ class TrainingRun:
     def timed(self) -> float:
         """Return the seconds of one step, after a short sleep in which the threads of the previous tool become idle."""
         time.sleep(SLEEP_SECONDS)
-        start = time.perf_counter()
+        start = self.clock()
         self.step()
-        return time.perf_counter() - start
+        return self.clock() - start
 
 
-def start_run(name: str, workload: Workload) -> TrainingRun:
+@dataclass(frozen=True)
+class Settings:
+    """Settings of timed runs.
+
+    Attributes:
+        clock: key of ``CLOCKS``.
+        channels_last: whether models and images are in this memory format.
+    """
+
+    clock: str = "wall"
+    channels_last: bool = False
+
+
+def start_run(name: str, workload: Workload, settings: Settings) -> TrainingRun:
     """Prepare a model and run the warm-up steps."""
-    model, batch = workload.model(), workload.batch()
+    model, (inputs, targets) = workload.model(), workload.batch()
+    if settings.channels_last and inputs.ndim == PICTURES:
+        model, inputs = (
+            model.to(memory_format=torch.channels_last),
+            inputs.contiguous(memory_format=torch.channels_last),
+        )
     if name != FLOAT:
-        model = PREPARERS[name](model, batch[0], 8).train()
-    one = TrainingRun(name, model, batch)
+        model = TOOLS[name](model, inputs, 8).train()
+    one = TrainingRun(name, model, (inputs, targets), CLOCKS[settings.clock])
     for _ in range(WARM_UP_STEPS):
         one.step()
     return one
@@ -163,13 +188,13 @@ def allocator() -> Callable[[], int] | None:
     return alive
 
 
-def memory(name: str, workload: Workload) -> dict[str, int | None]:
+def memory(name: str, workload: Workload, settings: Settings) -> dict[str, int | None]:
     """Return the bytes kept for backward, allocated by the forward pass, and kept between steps."""
     alive = allocator()
     if alive is None:
-        return {"saved": saved_bytes(start_run(name, workload)), "held": None, "between": None}
+        return {"saved": saved_bytes(start_run(name, workload, settings)), "held": None, "between": None}
     nothing = alive()
-    one = start_run(name, workload)
+    one = start_run(name, workload, settings)
     one.optimizer.zero_grad()
     between = alive()
     loss = one.loss()
@@ -178,9 +203,9 @@ def memory(name: str, workload: Workload) -> dict[str, int | None]:
     return {"saved": saved_bytes(one), "held": held, "between": between - nothing}
 
 
-def memory_rows(model: str, workload: Workload, names: list[str]) -> list[dict]:
+def memory_rows(model: str, workload: Workload, names: list[str], settings: Settings) -> list[dict]:
     """Return one row per tool. All tools must have run before, so permanent allocations of libraries do not count."""
-    sizes = {name: memory(name, workload) for name in names}
+    sizes = {name: memory(name, workload, settings) for name in names}
     plain = sizes[FLOAT]
     rows = []
     for name, taken in sizes.items():
@@ -194,12 +219,12 @@ def memory_rows(model: str, workload: Workload, names: list[str]) -> list[dict]:
     return rows
 
 
-def start_runs(workload: Workload) -> tuple[list[TrainingRun], list[str]]:
+def start_runs(workload: Workload, settings: Settings) -> tuple[list[TrainingRun], list[str]]:
     """Start the float model and all tools; return the runs, and the reasons why tools were skipped."""
-    runs, skipped = [start_run(FLOAT, workload)], []
-    for name in PREPARERS:
+    runs, skipped = [start_run(FLOAT, workload, settings)], []
+    for name in TOOLS:
         try:
-            runs.append(start_run(name, workload))
+            runs.append(start_run(name, workload, settings))
         except SkippedError as reason:
             skipped.append(str(reason))
     return runs, skipped
@@ -228,18 +253,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads; default: 1 and all")
     parser.add_argument("--rounds", type=int, help="timed steps per tool")
     parser.add_argument("--patience", type=float, default=0.0, help="total seconds to wait for an idle machine")
+    parser.add_argument("--clock", default="wall", choices=CLOCKS, help="wall time, or CPU time of all threads")
+    parser.add_argument("--channels-last", action="store_true", help="memory format of models and images")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     silence_warnings()
     patience, counts = arguments.patience, arguments.threads or sorted({1, dt.get_num_threads()})
     result = environment() | {"quick": arguments.quick, "titles": {}, "skipped": [], "rows": [], "memory": []}
+    settings = Settings(arguments.clock, arguments.channels_last)
+    result |= {"clock": settings.clock, "channels_last": settings.channels_last}
     result["versions"] |= versions()
     for key, workload in MODELS.items():
         if arguments.only not in {"", key}:
             continue
         result["titles"][key] = workload.title
         use_threads(1)
-        runs, skipped = start_runs(workload)
+        runs, skipped = start_runs(workload, settings)
         names = [one.name for one in runs]
         result["skipped"] += [f"{key}: {reason}" for reason in skipped]
         for threads in counts:
@@ -250,7 +279,7 @@ def main() -> None:
             result["rows"] += time_rows(key, threads, pairs)
         use_threads(1)
         del runs
-        result["memory"] += memory_rows(key, workload, names)
+        result["memory"] += memory_rows(key, workload, names, settings)
     print(table(result))
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -42,8 +42,18 @@ def detent_learned(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Modul
     return _detent(model, example, dt.Recipe.preset(f"w{bits}a{bits}", mode=dt.Learned()))
 
 
-def _detent(model: nn.Module, example: Tensor, recipe: dt.Recipe) -> nn.Module:
-    qt.prepare(model, recipe)
+def detent_integer(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Module:
+    """Detent with EMA ranges and integer products."""
+    return _detent(model, example, dt.Recipe.preset(f"w{bits}a{bits}", mode=dt.EMA(0.99)), "auto")
+
+
+def detent_integer_learned(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Module:
+    """Detent with learned scales and integer products."""
+    return _detent(model, example, dt.Recipe.preset(f"w{bits}a{bits}", mode=dt.Learned()), "auto")
+
+
+def _detent(model: nn.Module, example: Tensor, recipe: dt.Recipe, arithmetic: str = "float") -> nn.Module:
+    qt.prepare(model, recipe, arithmetic=arithmetic)
     with torch.no_grad(), qt.calibrating(model):
         for _ in range(CALIBRATION_STEPS):
             model(example)
@@ -212,4 +222,8 @@ PREPARERS: dict[str, Preparer] = {
     "torchao": torchao,
     "brevitas": brevitas,
     "modelopt, frozen scales": modelopt,
+}
+INTEGER_PREPARERS: dict[str, Preparer] = {
+    "detent, integer products": detent_integer,
+    "detent, integer and learned": detent_integer_learned,
 }

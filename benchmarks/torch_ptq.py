@@ -17,7 +17,6 @@ code is 1 if a file of ``qt.quantize`` fails verification, or is more than 1 dB 
 
 import argparse
 import copy
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ import numpy as np
 import onnx
 import torch
 from networks import NETWORKS
+from results_file import write_result
 from torch import Tensor, nn
 
 import detent as dt
@@ -153,8 +153,7 @@ def main() -> int:
                 rows.append(measure(name, given, recipe, Path(directory)))
                 print(rows[-1], file=sys.stderr)
     if options.output is not None:
-        document = {"samples": SAMPLES, "rows": [asdict(row) for row in rows]}
-        options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_result({"samples": SAMPLES, "rows": [asdict(row) for row in rows]}, options.output)
     return 0 if all(row.is_good for row in rows) else 1
 
 

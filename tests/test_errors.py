@@ -20,6 +20,7 @@ BUILT_IN = {
     "FileFormatError": ValueError,
     "UnsupportedError": NotImplementedError,
     "VerificationError": AssertionError,
+    "WorkerError": RuntimeError,
 }
 
 

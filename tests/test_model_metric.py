@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from detent.errors import DtypeError, RangeError, ShapeError, SpecError
-from detent.model_metric import MetricComparison, get_metric, parse_drop, split_labels
+from detent.model_metric import MetricComparison, MetricResult, get_metric, parse_drop, split_labels
 
 RNG = np.random.default_rng(0)
 SCORES = RNG.normal(size=(40, 5)).astype(np.float32)
@@ -61,7 +61,26 @@ def test_standard_error_is_that_of_the_mean():
     )
     result = compared("top1", batches(floats, 10), batches(outputs, 10), np.zeros(8000, int))
     assert result.standard_error == pytest.approx((0.05 * 0.95 / 8000) ** 0.5, rel=0.6)
-    assert result.largest_drop == pytest.approx(result.drop + 1.645 * result.standard_error)
+    assert result.parts == 10
+    assert result.largest_drop == pytest.approx(result.drop + 1.833 * result.standard_error)
+
+
+@pytest.mark.parametrize(("parts", "quantile"), [(2, 6.314), (3, 2.920), (10, 1.833), (0, 1.645)])
+def test_few_parts_widen_the_confidence_interval(parts, quantile):
+    result = MetricResult("top1", 0.9, 0.95, 0.01, 100, parts)
+    assert result.largest_drop == pytest.approx(0.05 + 0.01 * quantile)
+    assert result.to_dict()["parts"] == parts
+
+
+def test_intervals_of_few_parts_hold_in_95_percent_of_all_cases():
+    """Two parts with normal drops: the true drop is below the upper end in 95 % of the cases."""
+    rng = np.random.default_rng(0)
+    drops = 1.0 + 0.1 * rng.normal(size=(20_000, 2))
+    errors = drops.std(axis=1, ddof=1) / np.sqrt(2)
+    results = [
+        MetricResult("m", -mean, 0.0, error, 16, 2) for mean, error in zip(drops.mean(axis=1), errors, strict=True)
+    ]
+    assert np.mean([result.largest_drop >= 1.0 for result in results]) == pytest.approx(0.95, abs=0.006)
 
 
 @pytest.mark.parametrize("samples", [8, 15])

@@ -43,6 +43,7 @@ ERRORS = [
     "StateError",
     "UnsupportedError",
     "VerificationError",
+    "WorkerError",
 ]
 
 

@@ -76,6 +76,35 @@ uint64_t checksum(int level, const Input& x) {
   return sum;
 }
 
+// Scales a matrix of `cols` columns of sums of products to floats, see scale_sums.cpp; returns whether all sums are
+// exact. The bias may be empty.
+bool scale_sums(int level, int64_t cols, const Input& sums, bool float_sums, const Input& offset, const Input& scale,
+                const Input& bias, const Output& out) {
+  const Kernels& kernels = kernels_of(level);
+  constexpr int64_t kWord = 4;
+  const int64_t size = static_cast<int64_t>(sums.nbytes()) / kWord;
+  if (cols < 1 || size % cols) throw std::invalid_argument("the sums must fill whole rows");
+  require_bytes("out", out.nbytes(), size * kWord);
+  require_bytes("offset", offset.nbytes(), cols * kWord);
+  require_bytes("scale", scale.nbytes(), cols * kWord);
+  Call call;
+  call.biased = bias.nbytes() != 0;
+  if (call.biased) require_bytes("bias", bias.nbytes(), cols * kWord);
+  std::atomic<bool> inexact{false};
+  call.float_sums = float_sums;
+  call.layout.size = size;
+  call.layout.cols = cols;
+  call.x = sums.data();
+  call.offset = static_cast<const int32_t*>(offset.data());
+  call.scale = scale.data();
+  call.bias = static_cast<const float*>(bias.data());
+  call.out = out.data();
+  call.refused = &inexact;
+  nb::gil_scoped_release unlocked;
+  launch(call, kernels.scale_sums, size, kGrain, size);
+  return !inexact.load();
+}
+
 // Converts between one code per byte and packed codes of `bits` bits; count is the number of codes.
 void repack(bool packing, int level, int64_t count, int bits, bool is_signed, const Input& in, const Output& out) {
   if (bits < 1 || bits > 8) throw std::invalid_argument("1 to 8 bits are packed");
@@ -158,10 +187,12 @@ NB_MODULE(_native, m) {
   m.def("largest_error", &largest_error);
   m.def("checksum", &checksum);
   m.def("repack", &repack);
+  m.def("scale_sums", &scale_sums);
   m.def("grid_errors", &grid_errors);
   nb::class_<Runner>(m, "Runner")
       .def(nb::init<int, int64_t, int64_t, const Lead&, int64_t, const nb::dict&>())
       .def("quantize", &Runner::quantize)
+      .def("quantize_masked", &Runner::quantize_masked)
       .def("dequantize", &Runner::dequantize)
       .def("fake_quantize", &Runner::fake_quantize)
       .def("fake_quantize_masked", &Runner::fake_quantize_masked)

@@ -129,6 +129,18 @@ bool Runner::quantize(const Input& x, const Input& scale, const Input& zero, con
   return run(call, kernels_.quantize, scale, zero);
 }
 
+bool Runner::quantize_masked(const Input& x, const Input& scale, const Input& zero, const Output& codes,
+                             const Output& mask) const {
+  require_bytes("x", x.nbytes(), data_bytes());
+  require_bytes("out", codes.nbytes(), code_bytes());
+  require_bytes("mask", mask.nbytes(), ceil_div(call_.layout.size, 8));
+  Call call = call_;
+  call.x = x.data();
+  call.out = codes.data();
+  call.mask_bits = static_cast<uint8_t*>(mask.data());
+  return run(call, kernels_.quantize, scale, zero);
+}
+
 bool Runner::dequantize(const Input& codes, const Input& scale, const Input& zero, const Output& out) const {
   require_bytes("codes", codes.nbytes(), code_bytes());
   require_bytes("out", out.nbytes(), data_bytes());
@@ -314,9 +326,8 @@ bool Runner::derive(const Input& low, const Input& high, const Output& scale, co
 }
 
 std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, const Output& high, const Output& scale,
-                                          const Output& zero, const Output& out) const {
+                                          const Output& zero, const Output& out, bool to_codes) const {
   require_bytes("x", x.nbytes(), data_bytes());
-  require_bytes("out", out.nbytes(), data_bytes());
   for (const auto& [name, bytes] : {std::pair{"low", low.nbytes()}, std::pair{"high", high.nbytes()},
                                     std::pair{"scale", scale.nbytes()}, std::pair{"zero point", zero.nbytes()}}) {
     require_bytes(name, bytes, set_bytes());
@@ -326,6 +337,8 @@ std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, con
   std::atomic<bool> refused{false}, saw_nan{false};
   Lock merging;
   call.merging = &merging;
+  call.to_codes = to_codes;
+  require_bytes("out", out.nbytes(), to_codes ? code_bytes() : data_bytes());
   call.x = x.data();
   call.out = out.data();
   call.low = low.data();
@@ -337,6 +350,7 @@ std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, con
   call.saw_nan = &saw_nan;
   call.shared = shared_;
   const int64_t size = call.layout.size;
+  const Kernel quantizing = to_codes ? kernels_.quantize : kernels_.fake_quantize;
   constexpr int64_t kResident = 1 << 15;  // elements of a set that stay in the cache for a second pass
   nb::gil_scoped_release unlocked;
   if (!shared_ && call.layout.block <= kResident && sets_ >= int64_t{4} * threads_for(size)) {
@@ -352,7 +366,7 @@ std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, con
     }
     launch(call, kernels_.minmax, size, kGrain, size, shared_ ? Cut::few : Cut::many);
     launch(call, kernels_.derive, sets_, 1, sets_);
-    if (!refused.load()) launch(call, kernels_.fake_quantize, size, kGrain, size, Cut::many, true);
+    if (!refused.load()) launch(call, quantizing, size, kGrain, size, Cut::many, true);
   }
   return {nonfinite.load(), !refused.load()};
 }

@@ -32,6 +32,8 @@ class Runner {
 
   // These return whether x contains NaN; false if they do not check.
   bool quantize(const Input& x, const Input& scale, const Input& zero, const Output& codes) const;
+  bool quantize_masked(const Input& x, const Input& scale, const Input& zero, const Output& codes,
+                       const Output& mask) const;
   bool dequantize(const Input& codes, const Input& scale, const Input& zero, const Output& out) const;
   bool fake_quantize(const Input& x, const Input& scale, const Input& zero, const Output& out) const;
   bool fake_quantize_masked(const Input& x, const Input& scale, const Input& zero, const Output& out,
@@ -50,10 +52,10 @@ class Runner {
   // Derives scales and zero points from bounds in double; returns whether all ranges are valid.
   bool derive(const Input& low, const Input& high, const Output& scale, const Output& zero) const;
 
-  // Runs minmax, derive and fake_quantize in one call; returns the number of non-finite elements, and whether all
+  // Runs minmax, derive and fake_quantize (or quantize, if to_codes) in one call; returns the number of non-finite elements, and whether all
   // ranges are valid. If not, the contents of out are undefined.
   std::tuple<int64_t, bool> observe(const Input& x, const Output& low, const Output& high, const Output& scale,
-                                    const Output& zero, const Output& out) const;
+                                    const Output& zero, const Output& out, bool to_codes) const;
 
   // Counts elements in counts[row][set][bin], where `rows` maps each sign and exponent to a row or -1; `missed` is set
   // for signs and exponents that occur without a row. Weights are one per element, or empty. Bounds must be (inf, -inf)

@@ -1,8 +1,5 @@
 // y = (clamp(round(x / s) + z) - z) * s, or the nearest level times s, rounded to x's type. NaN stays NaN unless there
 // is a fill.
-#include <cstring>
-
-#include "detent/bits.hpp"
 #include "detent/mask.hpp"
 
 namespace {
@@ -21,19 +18,6 @@ DETENT_LOOP void fill(const Call& call, const Params<T>& p, const T* x, T* y, in
   each(p, count, [=](int64_t i, Unit<T> unit, T zero) {
     y[i] = x[i] != x[i] ? (lowest ? (qmin - zero) * unit.scale : T(0)) : y[i];
   });
-}
-
-// One bit per element: whether its gradient passes.
-template <class Codec, class T>
-DETENT_LOOP void write_mask(const Codec& codec, const Call& call, const Params<T>& p, const T* x, uint8_t* bits, int64_t count) {
-  uint8_t pass[kChunk];
-  if (call.mask == Mask::identity) {
-    std::memset(pass, 1, static_cast<size_t>(count));
-  } else {
-    uint8_t* to = pass;
-    with_mask(codec, call, p, x, count, [=](int64_t i, bool inside) { to[i] = inside; });
-  }
-  pack_bits(pass, bits, count, 1);
 }
 
 template <class In, class Codec>

@@ -1,5 +1,5 @@
 // Fake quantization with parameters from the data's own range. `derive` computes scales and zero points from bounds,
-// for the sets [begin, end). `observe` runs minmax, derive and fake_quantize for the sets [begin, end), a few sets at a
+// for the sets [begin, end). `observe` runs minmax, derive and fake_quantize (or quantize) for the sets [begin, end), a few sets at a
 // time while they are in the cache. Each set must be contiguous in memory (call.shared is false). Otherwise the three
 // kernels run one after the other on the whole array.
 #include "detent/arithmetic.hpp"
@@ -49,7 +49,7 @@ void derive_all(const Call& call, int64_t begin, int64_t end) {
 constexpr int64_t kStage = 8192;  // elements per stage, which fit the cache
 
 template <class In>
-void observe_sets(const Call& call, detent::Kernel fake_quantize, int64_t begin, int64_t end) {
+void observe_sets(const Call& call, detent::Kernel quantizing, int64_t begin, int64_t end) {
   using T = compute_t<In>;
   const Layout& layout = call.layout;
   const In* in = static_cast<const In*>(call.x);
@@ -76,7 +76,7 @@ void observe_sets(const Call& call, detent::Kernel fake_quantize, int64_t begin,
       column = column + groups == across ? 0 : column + groups;
     } while (set < end && at - start + layout.block <= kStage);
     derive_all<T, T>(call, first, set);
-    fake_quantize(call, start, at);
+    quantizing(call, start, at);
   }
   if (nonfinite) call.nonfinite->fetch_add(nonfinite, std::memory_order_relaxed);
 }
@@ -86,6 +86,7 @@ void observe_sets(const Call& call, detent::Kernel fake_quantize, int64_t begin,
 namespace detent::DETENT_LEVEL {
 
 void fake_quantize(const Call&, int64_t, int64_t);
+void quantize(const Call&, int64_t, int64_t);
 
 void derive(const Call& call, int64_t begin, int64_t end) {
   if (call.dtype == Dtype::f64) return derive_all<double, double>(call, begin, end);
@@ -94,7 +95,7 @@ void derive(const Call& call, int64_t begin, int64_t end) {
 }
 
 void observe(const Call& call, int64_t begin, int64_t end) {
-  with_dtype(call, [&](auto in) { observe_sets<decltype(in)>(call, fake_quantize, begin, end); });
+  with_dtype(call, [&](auto in) { observe_sets<decltype(in)>(call, call.to_codes ? quantize : fake_quantize, begin, end); });
 }
 
 }  // namespace detent::DETENT_LEVEL

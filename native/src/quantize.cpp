@@ -1,8 +1,6 @@
 // The code of every element, as bytes, words or packed bits: q = clamp(round(x / s) + z), or the nearest level. NaN is
 // reported, and replaced by the code of the fill.
-#include "detent/bits.hpp"
-#include "detent/chunks.hpp"
-#include "detent/codec.hpp"
+#include "detent/mask.hpp"
 
 namespace {
 
@@ -47,6 +45,7 @@ void run(const Codec& codec, const Call& call, int64_t begin, int64_t end) {
     const T* x = load(in + at, count, wide);
     Code* q = packed ? buffer : out + at;
     with_quickest(codec, params.invertible, [&](const auto& quickest) { codes(quickest, params, x, q, count); });
+    if (call.mask_bits) write_mask(codec, call, params, x, call.mask_bits + at / 8, count);
     if (has_nan(x, count)) {
       call.saw_nan->store(true, std::memory_order_relaxed);
       fill(codec, call.fill == Fill::qmin, params, x, q, count);

@@ -309,6 +309,43 @@ class Tests : public Arrays {
     }
   }
 
+  template <class In>
+  void scale_sums(Case& c, int64_t) {
+    const int64_t size = c.layout.size, cols = size % 7 == 0 && size ? 7 : 1;
+    c.layout.cols = cols;
+    c.float_sums = dice_() % 2 == 0;
+    c.biased = dice_() % 2 == 0;
+    const auto words = [&](int64_t count, int shift) {
+      std::vector<int32_t> drawn;
+      for (int64_t i = 0; i < count; ++i) drawn.push_back(static_cast<int32_t>(static_cast<uint32_t>(dice_())) >> shift);
+      return drawn;
+    };
+    const std::vector<int32_t> sums = words(size, c.float_sums ? 9 : 0), offset = words(cols, 2);
+    std::vector<float> floats(sums.begin(), sums.end()), scale, bias;
+    const bool exact = !c.float_sums || !size || dice_() % 2 == 0;
+    if (!exact) floats[0] = -16777216.0f;
+    for (int64_t i = 0; i < cols; ++i) {
+      scale.push_back(static_cast<float>(dice_() % 1000) * 0.0123f - 5.0f);
+      bias.push_back(static_cast<float>(dice_() % 1000) * 0.3f - 100.0f);
+    }
+    c.x = c.float_sums ? static_cast<const void*>(array<float>(kX, floats)) : array<int32_t>(kX, sums);
+    c.offset = array<int32_t>(kLow, offset);
+    c.scale = array<float>(kScale, scale);
+    c.bias = array<float>(kHigh, bias);
+    c.out = array<float>(kOut, size);
+    std::atomic<bool> inexact{false};
+    c.refused = &inexact;
+    launch(c);
+    expect(inexact.load() != exact, c, 0, "exact and inexact sums mixed up");
+    for (int64_t i = 0; i < size; ++i) {
+      const auto at = static_cast<size_t>(i), column = static_cast<size_t>(i % cols);
+      const int32_t sum = c.float_sums ? static_cast<int32_t>(floats[at]) : sums[at];
+      const auto total = static_cast<int32_t>(static_cast<uint32_t>(sum) + static_cast<uint32_t>(offset[column]));
+      const float scaled = static_cast<float>(total) * scale[column];
+      expect(same(read<float>(c.out, i), c.biased ? scaled + bias[column] : scaled), c, i, "another value");
+    }
+  }
+
   // Some rows that occur have an index, and some rows that do not occur; one weight in four is zero. Numbers outside
   // the range of a float are reported.
   template <class In>
@@ -539,7 +576,7 @@ const Tests::Row Tests::kRows[] = {DETENT_FOR_EACH_KERNEL(ROW)};
 bool knows_no_shape(const Tests::Row& row) {
   for (const auto kernel :
        {&Kernels::error_sums, &Kernels::largest_error, &Kernels::pack, &Kernels::unpack, &Kernels::grid_errors,
-        &Kernels::checksum}) {
+        &Kernels::checksum, &Kernels::scale_sums}) {
     if (row.kernel == kernel) return true;
   }
   return false;

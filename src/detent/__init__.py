@@ -27,7 +27,7 @@ from detent.verification import verify
 # isort: off
 from detent.errors import (
     DetentError, DtypeError, FileFormatError, NaNError, NotCalibratedError, OutError, ParamsError, RangeError,
-    ShapeError, SpecError, StateError, UnsupportedError, VerificationError,
+    ShapeError, SpecError, StateError, UnsupportedError, VerificationError, WorkerError,
 )
 from detent.formats import (
     Format, float4_e2m1fn, float8_e4m3fn, float8_e5m2, int2, int4, int8, int16, nf4, uint2, uint4, uint8, uint16,
@@ -52,7 +52,8 @@ __all__ = [
     "Format", "Granularity", "Learned", "NaNError", "NotCalibratedError", "OutError", "ParamsError", "PerAxis",
     "PerBatch", "PerBlock", "PerChannel", "PerGroup", "PerTensor", "PerToken", "Plan", "PrecisionGuarantee",
     "QuantParams", "QuantSpec", "QuantizedTensor", "RangeError", "Recipe", "Rounding", "Rule", "ScaleMode",
-    "ShapeError", "SpecError", "StateError", "UnsupportedError", "VerificationError", "ZeroRange", "__version__",
+    "ShapeError", "SpecError", "StateError", "UnsupportedError", "VerificationError", "WorkerError",
+    "ZeroRange", "__version__",
     "capabilities", "convention", "dequantize", "dequantize_backward", "fake_quantize", "fake_quantize_backward",
     "fake_quantize_dynamic", "fake_quantize_learned_backward", "fake_quantize_masked", "fake_quantize_masked_backward",
     "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "formats", "get_num_threads", "granularity", "int2", "int4",

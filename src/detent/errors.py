@@ -14,7 +14,8 @@
     ├── StateError          (ValueError)           saved state of a different object
     ├── FileFormatError     (ValueError)           a damaged or unexpected file
     ├── UnsupportedError    (NotImplementedError)  a combination without an implementation
-    └── VerificationError   (AssertionError)       a file that does not match its source model
+    ├── VerificationError   (AssertionError)       a file that does not match its source model
+    └── WorkerError         (RuntimeError)         a worker that died, or that differs from the driver
 
 A message says what was given, what was expected and how to repair the mistake.
 """
@@ -38,6 +39,7 @@ __all__ = [
     "StateError",
     "UnsupportedError",
     "VerificationError",
+    "WorkerError",
 ]
 
 # The library logs to the logger "detent", which prints nothing by default. Every import of detent imports this module.
@@ -130,6 +132,10 @@ class VerificationError(DetentError, AssertionError):
         return type(self), (str(self), self.report)
 
 
+class WorkerError(DetentError, RuntimeError):
+    """A worker of an executor that died, runs other software than the driver, or does not see the same files."""
+
+
 def closest(given: str, names: Iterable[str]) -> str:
     """Format ``: did you mean 'x'?`` for the closest valid name, or ``:`` if no name is close."""
     matches = get_close_matches(given[:200], list(names), n=1, cutoff=0.5)  # difflib is slow, and names are short
@@ -148,6 +154,7 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
         "jinja2": "report",
         "PIL": "images",
         "tokenizers": "text",
+        "ray": "ray",
     }
 )
 INSTALL = "pip install 'detent["

@@ -17,7 +17,8 @@ The metric "auto" is top1 with labels. Without labels, it is the measure that fi
 (``output_measures``); for the relative error, it is 1 minus the error.
 
 The drop of a quantized model is the float model's metric minus its own. Its standard error comes from parts of the
-batches: with drops d_1 .. d_K of K parts, it is the standard deviation of the d_k, divided by sqrt(K).
+batches: with drops d_1 .. d_K of K parts, it is the standard deviation of the d_k, divided by sqrt(K). Few parts
+estimate it badly, so confidence intervals use the quantiles of Student's t distribution with K - 1 degrees of freedom.
 """
 
 import importlib
@@ -63,8 +64,11 @@ Outputs = Mapping[str, Output]
 MetricLike = str | Callable[..., float]
 
 AUTO = "auto"
-CONFIDENCE_95 = 1.645  # one-sided, in standard errors
 MAX_PARTS, MIN_PART_SAMPLES, MIN_PARTS = 10, 8, 2  # parts of the batches that give the standard error
+# One-sided quantiles of 95 % in standard errors: of Student's t distribution for 2 to 10 parts (with one degree of
+# freedom less), and of the normal distribution.
+T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
+NORMAL_95 = 1.645
 MAX_ERROR_CHARS = 200
 
 
@@ -106,10 +110,11 @@ class MetricResult:
         standard_error: standard error of the drop; None if there are too few batches or samples, or if the metric is
             not defined on parts of the data.
         samples: number of samples.
+        parts: number of parts of the batches from which the standard error was computed; 0 if it is unknown.
 
-    >>> result = MetricResult("top1", 0.975, 0.98, 0.002, 400)
+    >>> result = MetricResult("top1", 0.975, 0.98, 0.002, 400, 10)
     >>> round(result.drop, 6), round(result.largest_drop, 6), str(result)
-    (0.005, 0.00829, '0.9750 (float 0.9800, drop 0.0050 ± 0.0020)')
+    (0.005, 0.008666, '0.9750 (float 0.9800, drop 0.0050 ± 0.0020)')
     """
 
     name: str
@@ -117,6 +122,7 @@ class MetricResult:
     float_value: float
     standard_error: float | None = None
     samples: int = 0
+    parts: int = 0
 
     @property
     def drop(self) -> float:
@@ -129,7 +135,9 @@ class MetricResult:
 
         A negative drop counts as 0: it is luck, because quantization does not improve a model.
         """
-        return max(self.drop, 0.0) + CONFIDENCE_95 * (self.standard_error or 0.0)
+        is_few = MIN_PARTS <= self.parts <= MAX_PARTS
+        quantile = T_95[self.parts - MIN_PARTS] if is_few else NORMAL_95
+        return max(self.drop, 0.0) + quantile * (self.standard_error or 0.0)
 
     def __str__(self) -> str:
         error = "" if self.standard_error is None else f" ± {self.standard_error:.4f}"
@@ -185,7 +193,9 @@ class MetricComparison:
         """Measure a quantized model by its outputs, one dict per batch."""
         value = self._score(outputs, self._everything)
         scores = self._part_scores(outputs)
-        return MetricResult(self.metric.name, value, self.float_value, self._error(scores), sum(self._sizes))
+        error = self._error(scores)
+        parts = 0 if error is None else len(scores)
+        return MetricResult(self.metric.name, value, self.float_value, error, sum(self._sizes), parts)
 
     def _error(self, scores: list[float]) -> float | None:
         if len(scores) < MIN_PARTS or len(scores) != len(self._float_parts):

@@ -33,7 +33,7 @@ from typing import Generic, Protocol, TypeVar
 from detent import recipe_files, storage
 from detent.codec import Leaf, storable
 from detent.errors import FileFormatError, SpecError, closest
-from detent.rule import PLACES, SETTINGS, SPECS, Layer, ObserverLike, ObserverSpec, Rule, as_mode
+from detent.rule import PLACES, SETTINGS, SPECS, Arithmetic, Layer, ObserverLike, ObserverSpec, Rule, as_mode
 from detent.scale_mode import PerBatch, ScaleMode
 from detent.spec import QuantSpec
 from detent.ste import Estimator, EstimatorLike
@@ -80,6 +80,7 @@ class Decision:
     mode: ScaleMode | None = None
     ste: Estimator | None = None
     observer: ObserverSpec | None = None
+    arithmetic: Arithmetic | None = None
     skip: bool = False
     rules: tuple[int, ...] = ()
 

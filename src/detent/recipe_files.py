@@ -2,7 +2,7 @@
 
 ::
 
-    {version, name, rules: [{match, types, weight, input, output, mode, ste, observer, skip}, ...]}
+    {version, name, rules: [{match, types, weight, input, output, mode, ste, observer, arithmetic, skip}, ...]}
 
 ``version`` and ``rules`` are required; all other keys have defaults. Unknown keys and wrong types are rejected. A spec
 is written as its short text, or as a table of all fields if no text can express it. Modes, estimators and observers are

@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,17 @@ from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode, get_scal
 from detent.spec import QuantSpec, get_spec, spec_text
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, HardTanh, Identity, Tanh, get_estimator
 
-__all__ = ["Layer", "ObserverLike", "ObserverSpec", "Rule", "check_axis", "get_observer_spec", "get_weight_spec"]
+__all__ = [
+    "Arithmetic",
+    "Layer",
+    "ObserverLike",
+    "ObserverSpec",
+    "Rule",
+    "check_arithmetic",
+    "check_axis",
+    "get_observer_spec",
+    "get_weight_spec",
+]
 
 Value = TypeVar("Value")
 _MODES: Mapping[str, type[ScaleMode]] = {"per_batch": PerBatch, "ema": EMA, "fixed": Fixed, "learned": Learned}
@@ -66,7 +76,9 @@ _AVERAGES = ("ema", "emaminmax", "ema_minmax")
 SpecLike = QuantSpec | Format | str
 PLACES = ("@first", "@last")
 SPECS = ("weight", "input", "output")
-SETTINGS = (*SPECS, "mode", "ste", "observer")
+SETTINGS = (*SPECS, "mode", "ste", "observer", "arithmetic")
+Arithmetic = Literal["float", "integer", "auto"]
+ARITHMETICS: tuple[Arithmetic, ...] = ("float", "integer", "auto")
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -201,6 +213,8 @@ class Rule:
         mode: a scale mode or its text: "per_batch", "ema(0.9)", "fixed", "learned".
         ste: a straight-through estimator, a text such as "clipped(value)", or a callable.
         observer: a text such as "mse(2.4)" or "percentile(0.1, 99.9)", an observer class, or an observer without data.
+        arithmetic: how ``qt.prepare`` multiplies in these layers: "float", "integer" (an error if a layer cannot), or
+            "auto" (integer if possible). None keeps the value of earlier rules. Other functions ignore it.
         skip: whether to keep the layers in float; a rule with ``skip=True`` cannot have specs.
 
     Raises:
@@ -219,9 +233,10 @@ class Rule:
     mode: ScaleMode | None
     ste: Estimator | None
     observer: ObserverSpec | None
+    arithmetic: Arithmetic | None
     skip: bool
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument per field
         self,
         match: str = "*",
         *,
@@ -232,6 +247,7 @@ class Rule:
         mode: ScaleMode | str | None = None,
         ste: EstimatorLike | str = None,
         observer: ObserverLike | None = None,
+        arithmetic: Arithmetic | None = None,
         skip: bool = False,
     ) -> None:
         put = object.__setattr__
@@ -243,6 +259,7 @@ class Rule:
         put(self, "mode", None if mode is None else as_mode(mode))
         put(self, "ste", None if ste is None else as_estimator(ste))
         put(self, "observer", None if observer is None else get_observer_spec(observer))
+        put(self, "arithmetic", None if arithmetic is None else check_arithmetic(arithmetic))
         put(self, "skip", plain(skip))
         _pattern(self.match)
         if not isinstance(self.skip, bool):
@@ -281,7 +298,9 @@ class Rule:
             texts["ste"] = getattr(self.ste.function, "__qualname__", repr(self.ste.function))
         elif self.ste is not None:
             texts["ste"] = estimator_text(self.ste)
-        return texts if self.observer is None else {**texts, "observer": str(self.observer)}
+        if self.observer is not None:
+            texts["observer"] = str(self.observer)
+        return texts if self.arithmetic is None else {**texts, "arithmetic": self.arithmetic}
 
     def __repr__(self) -> str:
         parts = [] if self.match == "*" else [repr(self.match)]
@@ -292,6 +311,18 @@ class Rule:
             exact = not isinstance(value, Custom) and (not isinstance(value, QuantSpec) or spec_text(value) is not None)
             parts.append(f"{name}={text!r}" if exact else f"{name}={value!r}")
         return f"dt.Rule({', '.join([*parts, 'skip=True'] if self.skip else parts)})"
+
+
+def check_arithmetic(value: str) -> Arithmetic:
+    """Return the arithmetic with this name; raise SpecError for an unknown name.
+
+    >>> check_arithmetic("integer")
+    'integer'
+    """
+    for name in ARITHMETICS:
+        if value == name:
+            return name
+    raise SpecError(f"got arithmetic={value!r}{closest(str(value), ARITHMETICS)} expected {', '.join(ARITHMETICS)}")
 
 
 def get_weight_spec(value: SpecLike) -> QuantSpec:

@@ -132,7 +132,7 @@ def _zero_range(xp: Namespace, spec: QuantSpec, scale: Array, divisor: float) ->
 def _zero_point(xp: Namespace, spec: QuantSpec, lo: Array, scale: Array, empty: Array) -> Array:
     low = _at_most(xp, lo, 0.0) if spec.convention.include_zero else lo
     rounding = half_away if spec.convention.rounding.kind == "half_away" else half_even
-    nearest = round_with(xp, rounding, spec.qmin - low / xp.astype(scale, xp.float64), 0)
+    nearest = round_with(xp, rounding, spec.qmin - xp.divide(low, xp.astype(scale, xp.float64)), 0)
     nearest = _at_most(xp, _at_least(xp, nearest, spec.qmin), spec.qmax)
     at_zero = min(max(0, spec.qmin), spec.qmax)
     if spec.convention.zero_range.kind == "unit_at_qmin":
@@ -147,7 +147,7 @@ def whole_zero_point(xp: Namespace, spec: QuantSpec, learned: Array) -> Array:
 
 def _divide(xp: Namespace, values: Array, divisor: float) -> Array:
     """Divide by an array, because some libraries replace division by a scalar with a multiplication."""
-    return values / xp.full_like(values, divisor)
+    return xp.divide(values, xp.full_like(values, divisor))
 
 
 def _at_least(xp: Namespace, values: Array, bound: float) -> Array:

@@ -486,6 +486,17 @@ def test_doctor_tells_of_all_operations(monkeypatch, capsys, tmp_path):
     assert "operations have native kernels" not in table
 
 
+def test_doctor_checks_gpu_kernels(monkeypatch, capsys, tmp_path):
+    from detent.torch.gpu import readiness
+
+    _, text, _ = run(monkeypatch, capsys, tmp_path, "doctor", "--gpu")
+    assert re.search(r"PyTorch +2\.", text)
+    assert re.search(r"^GPUs +\w", text, re.MULTILINE)
+    monkeypatch.setattr(readiness, "report", lambda state: {"cuda:0 A100 float32": "ready"})
+    _, text, _ = run(monkeypatch, capsys, tmp_path, "doctor", "--gpu")
+    assert "cuda:0 A100 float32 ready" in text
+
+
 def test_doctor_names_what_is_missing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nfor name in ('torch', 'jinja2'):\n    sys.modules[name] = None\n"

@@ -48,9 +48,10 @@ def test_every_command_reads_images(gallery, capsys):
     out, err = run(capsys, "quantize", "model.onnx", *OPTIONS, "--report", "report.json", "--json")
     assert NOTE in err
     document = json.loads(out)
-    assert document["data_notes"] == [NOTE.strip()]
+    labels = "labels: none (--labels), because the data have 2 sub-directories, but the model 3 classes"
+    assert document["data_notes"] == [NOTE.strip(), labels]
     assert document["evaluated_on_held_out"]
-    assert ["Data", NOTE.strip()] in json.loads((gallery / "report.json").read_text())["facts"]
+    assert ["Data", f"{NOTE.strip()}; {labels}"] in json.loads((gallery / "report.json").read_text())["facts"]
     out, err = run(capsys, "verify", "model.onnx", "model.w8a8.onnx", *OPTIONS, "--batches", 2, "--json")
     assert NOTE in err
     assert json.loads(out)["data_notes"] == [NOTE.strip()]

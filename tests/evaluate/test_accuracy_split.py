@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from onnx import parser
+from onnx import numpy_helper, parser
 
 from detent.errors import RangeError, ShapeError, SpecError
 from detent.evaluate import check_metric, measure_accuracy, split_batches
@@ -91,3 +91,65 @@ def test_a_metric_is_checked_before_quantization():
     with pytest.raises(RangeError, match="classes are from 0 to 1"):
         check_metric(MODEL, split, None)
     check_metric(MODEL, split, lambda outputs: 1.0)
+
+
+# Classes of directories
+
+CLASSIFIER = """<ir_version: 8, opset_import: ["" : 17]>
+    g (float[N, 3, 4, 4] x) => (float[N, C] y) <float[48, C] w> {
+        rows = Flatten<axis = 1>(x)
+        [fc] y = MatMul(rows, w)
+    }"""
+
+
+def classifier(classes):
+    model = parser.parse_model(CLASSIFIER.replace("C", str(classes)))
+    weight = np.random.default_rng(0).normal(size=(48, classes)).astype(np.float32)
+    del model.graph.initializer[:]
+    model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    return model
+
+
+@pytest.fixture
+def photos(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(1)
+    for name in ("ant", "bee"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for i in range(15):
+            image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).save(tmp_path / "photos" / name / f"{i:02}.png")
+    return tmp_path / "photos"
+
+
+def test_sub_directories_are_labels(photos):
+    split = split_batches(classifier(2), photos)
+    assert split.labels.tolist() == [0, 1, 1]
+    assert any(
+        "labels: 2 sub-directories in sorted order, from 0 (ant) to 1 (bee)" in note for note in split.evaluation.notes
+    )
+    searched = split_batches(classifier(2), photos, search=True)
+    assert len(searched.search_labels) == searched.search.count
+    assert split_batches(classifier(2), photos, labels=np.zeros(30, int)).labels.tolist() == [0, 0, 0]
+
+
+def test_sub_directories_that_do_not_fit_the_model_are_no_labels(photos):
+    split = split_batches(classifier(7), photos)
+    assert split.labels is None
+    assert any(
+        "labels: none (--labels), because the data have 2 sub-directories, but the model 7 classes" in note
+        for note in split.evaluation.notes
+    )
+    assert split_batches(classifier(2), photos, metric="cosine").labels is None
+
+
+def test_accuracy_uses_the_labels_of_a_directory(photos):
+    model = classifier(2)
+    accuracy = measure_accuracy(model, model, photos)
+    assert (accuracy.metric.name, accuracy.metric.samples, accuracy.metric.drop) == ("top1", 30, 0.0)
+    assert measure_accuracy(classifier(7), classifier(7), photos).metric is None
+
+
+def test_models_with_other_outputs_are_an_error():
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[N, 2] x) => (float[N, 2] z) { z = Abs(x) }'
+    with pytest.raises(SpecError, match=r"outputs \['z'\], but the float model \['y'\]: pass two models"):
+        measure_accuracy(MODEL, parser.parse_model(text), [np.float32([[1, 2]])])

@@ -273,16 +273,68 @@ def last():
     )
 
 
+def looped():
+    """An LSTM with groups, zero points and rows of two directions, and a matmul in a branch with its own weight."""
+    values = np.arange(256, dtype=np.float32) % 11 - 5
+    tensors = [
+        numpy_helper.from_array(values[:128].reshape(2, 8, 8) / 8, "w"),
+        numpy_helper.from_array(values[:32].reshape(2, 8, 2) / 16, "r"),
+    ]
+    own = numpy_helper.from_array(values[:8].reshape(2, 4) / 4, "own")
+    results = [helper.make_tensor_value_info(name, 1, None) for name in ("then_out", "else_out")]
+    product = helper.make_node("MatMul", ["h", "own"], ["then_out"], name="product")
+    joined = helper.make_node("Concat", ["h", "h"], ["else_out"], name="joined", axis=3)
+    branches = (
+        helper.make_graph([product], "then", [], results[:1], [own]),
+        helper.make_graph([joined], "else", [], results[1:]),
+    )
+    nodes = [
+        helper.make_node("LSTM", ["x", "w", "r"], ["h"], name="lstm", hidden_size=2, direction="bidirectional"),
+        helper.make_node("If", ["yes"], ["y"], name="if", then_branch=branches[0], else_branch=branches[1]),
+    ]
+    inputs = helper.make_tensor_value_info("x", 1, [3, 1, 8]), helper.make_tensor_value_info("yes", 9, [])
+    graph = helper.make_graph(nodes, "looped", inputs, [helper.make_tensor_value_info("y", 1, None)], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    layers = (
+        qo.LayerDecision(
+            "lstm/W",
+            "",
+            QuantSpec("uint4", dt.PerGroup(4, axis=2), symmetric=False),
+            None,
+            np.full((2, 8, 2), 0.25, np.float32),
+            np.full((2, 8, 2), 7, np.int32),
+        ),
+        qo.LayerDecision(
+            "lstm/R",
+            "",
+            QuantSpec("int8", dt.PerGroup(2, axis=2)),
+            None,
+            np.full((2, 8, 1), 0.0625, np.float32),
+            np.zeros((2, 8, 1), np.int32),
+        ),
+        qo.LayerDecision(
+            "if/product", "", QuantSpec("int8", "axis1"), None, np.full(4, 0.03125, np.float32), np.zeros(4, np.int32)
+        ),
+    )
+    return model, qo.Decisions(written_by="golden", opset=21, ir_version=10, recipe="{}", layers=layers)
+
+
 GOLDEN = {  # by rewrite_version: different bytes need a new version, and a new line
     1: {"chain": "8053dc73dec88715", "lookup": "9a5b911b1408f6e2"},
     2: {"chain": "3ec2536f89a809c1", "lookup": "85be936afdd9f625"},
     3: {"chain": "45979517ffe8cd42", "lookup": "c91c4f59f306a345", "last": "1b8e12a2328e22c4"},
     4: {"chain": "58ad02b1f419377d", "lookup": "4ec8ad3391008044", "last": "9ee16bd9bac93b2a"},
     5: {"chain": "44d1b63c7b45636a", "lookup": "aaedaec65d2e3a8d", "last": "09644c82dadff44c"},
+    6: {
+        "chain": "1cab369e013c5842",
+        "lookup": "fcb5050bd77880ae",
+        "last": "56d1009aa13863f3",
+        "looped": "61d54022c7849757",
+    },
 }
 
 
-@pytest.mark.parametrize("make", [chain, lookup, last])
+@pytest.mark.parametrize("make", [chain, lookup, last, looped])
 def test_frozen_bytes(make):
     assert sha256(rewritten(*make())).hexdigest()[:16] == GOLDEN[REWRITE_VERSION][make.__name__]
 

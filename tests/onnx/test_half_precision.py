@@ -1,5 +1,7 @@
 """Float16 models: the quantized file computes in float32 and integers, and keeps the interface of the float16 model."""
 
+import json
+
 import numpy as np
 import onnx
 import pytest
@@ -8,8 +10,8 @@ from onnx_graphs import Maker, conv_chain, images, operators, weights
 
 import detent as dt
 import detent.onnx as qo
-from detent.onnx.half_precision import is_float16, widen
-from detent.onnx_model.graph import array_of, make_tensor
+from detent.onnx.half_precision import is_float16, store_float16, widen
+from detent.onnx_model.graph import Graph, array_of, make_tensor
 from detent.onnx_model.sessions import make_session
 
 HALF, FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
@@ -141,3 +143,58 @@ def test_data_of_a_float16_model_must_be_float16(tmp_path):
     with pytest.raises(dt.DtypeError, match="float16"):
         qo.quantize(model, tmp_path / "q.onnx", [np.ones((1, 4), np.float32) / 3], progress=False)
     assert not list(tmp_path.iterdir())
+
+
+# Float parts in float16 again
+
+
+def test_float_parts_are_stored_in_float16_on_request(tmp_path):
+    model = halved(conv_chain())
+    feeds = [{"x": feed["x"].astype(np.float16)} for feed in images(8)]
+    reports = [
+        qo.quantize(model, tmp_path / f"{float16}.onnx", feeds, skip=["second"], float16=float16, progress=False)
+        for float16 in (False, True)
+    ]
+    assert reports[1].nbytes_after < reports[0].nbytes_after - 1000
+    files = [onnx.load(report.output) for report in reports]
+    for feed in feeds:
+        assert run(files[0], feed)[0].tobytes() == run(files[1], feed)[0].tobytes()
+    assert operators(files[0]) == operators(files[1])  # ONNX Runtime folds the Casts when it loads the file
+    stored = [tensor for tensor in files[1].graph.initializer if tensor.data_type == HALF]
+    assert stored
+    assert not [tensor for tensor in files[0].graph.initializer if tensor.data_type == HALF]
+    result = dt.verify(model, reports[1].output, feeds[:2])
+    assert result.ok
+    assert not result.differing_codes
+    values = array_of(stored[0]).copy()
+    values.flat[3] += 1
+    stored[0].CopyFrom(make_tensor(stored[0].name, values))
+    assert not dt.verify(model, files[1], feeds[:2]).ok
+
+
+def test_values_that_float16_cannot_hold_stay_in_float32():
+    plain, feeds = conv_chain(), images(8)
+    decisions = qo.decide(plain, feeds, skip=["second"], float16=True, progress=False)
+    file = qo.rewrite(plain, decisions)
+    assert not [tensor for tensor in file.graph.initializer if tensor.data_type == HALF]
+    assert json.loads(decisions.options) == {"skip": ["second"], "float16": True}
+
+
+def test_the_request_is_part_of_the_decisions():
+    decisions = qo.decide(halved(conv_chain()), recipe="w8a16", float16=True)
+    assert decisions.float16
+    assert qo.Decisions.from_json(decisions.to_json()) == decisions
+    document = json.loads(decisions.to_json())
+    del document["float16"]  # earlier versions did not write it
+    assert not qo.Decisions.from_json(json.dumps(document)).float16
+
+
+@pytest.mark.parametrize("value", [65520.0, 1e-9, 1 / 3])
+def test_storing_in_float16_is_exact(value):
+    graph = Graph(conv_chain())
+    graph.add_constant("exact", np.full(64, -0.0, np.float32))
+    graph.add_constant("rounded", np.full(64, value, np.float32))
+    graph.add_constant("short", np.zeros(63, np.float32))
+    store_float16(graph, ["exact", "rounded", "short", "missing"])
+    assert {"exact_float16", "rounded", "short"} <= graph.constants.keys()
+    assert "exact" not in graph.constants

@@ -10,7 +10,8 @@ import detent as dt
 import detent.onnx as qo
 from detent.errors import NotCalibratedError, RangeError, ShapeError, SpecError
 from detent.model_metric import MetricResult
-from detent.onnx.metric_search import MAX_DROP_REASON, search_float_layers
+from detent.onnx.metric_search import MAX_DROP_REASON, MetricSearch, search_float_layers
+from detent.onnx.quality_warnings import drop_warnings
 from detent.onnx_model import make_session
 
 
@@ -74,6 +75,24 @@ def test_one_layer_stays_quantized():
     assert (len(search.layers), search.is_met) == (1, False)
 
 
+def test_a_failed_search_keeps_few_layers_in_float():
+    """One layer causes the drop that can be avoided; the large ones hardly help, and one must stay quantized."""
+    nbytes = {"a": 10, "b": 10_000, "c": 10_000, "d": 100_000}
+    trials = AdditiveTrials(nbytes, {"a": 0.2, "b": 0.001, "c": 0.001, "d": 0.1})
+    search = search_float_layers(list(nbytes), [], trials, 0.02)
+    assert (search.layers, search.is_met) == (("a",), False) or search.layers == ("a", "d")
+    assert {"b", "c"}.isdisjoint(search.layers)
+    assert search.after.drop < search.before.drop
+    assert [each.layer for each in search.steps] == list(search.layers)
+
+
+def test_a_failed_search_without_a_better_set_changes_nothing():
+    trials = AdditiveTrials({"a": 10, "b": 20}, {"a": 0.1, "b": 0.1})
+    trials.result = lambda _layers: MetricResult("top1", 0.5, 1.0)
+    search = search_float_layers(["a", "b"], [], trials, 0.02)
+    assert (search.layers, search.steps, search.is_met) == ((), (), False)
+
+
 def test_noise_guides_where_the_metric_is_flat():
     trials = AdditiveTrials({"a": 10, "b": 10, "c": 10}, {"a": 0.2, "b": 0.3, "c": 0.4}, step=1.0)
     trials.result = lambda layers: MetricResult("top1", 1.0 if len(layers) > 1 else 0.5, 1.0)
@@ -113,15 +132,15 @@ def data():
 def result(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("search") / "net.onnx"
     return qo.quantize(
-        network(), path, [data["calib"]], "w4a8", eval_data=[*data["search"].reshape(16, 16, 16)], max_drop="3%"
+        network(), path, [data["calib"]], "w4a8", eval_data=[*data["search"].reshape(16, 16, 16)], max_drop="4%"
     )
 
 
 def test_the_limit_is_met_and_the_path_is_reported(result):
     search = result.search
-    assert search.max_drop == 0.03
+    assert search.max_drop == 0.04
     assert search.before.name == "top-1 agreement"
-    assert search.before.drop > 0.03
+    assert search.before.drop > 0.04
     assert search.is_met
     assert 0 < len(search.layers) < 4
     reasons = {layer.name: layer.reason for layer in result.layers if layer.reason}
@@ -139,7 +158,7 @@ def test_the_file_is_what_the_search_measured(result, data):
     accuracy = measure_accuracy(network(), result.output, [data["search"]])
     assert accuracy.agreement == pytest.approx(result.search.after.value)
     assert dt.verify(network(), result.output, [data["calib"]]).ok
-    assert '"max_drop":0.03' in result.decisions.options
+    assert '"max_drop":0.04' in result.decisions.options
 
 
 def test_bytes_are_within_ten_percent_of_an_exhaustive_search(result, data, tmp_path):
@@ -165,7 +184,7 @@ def forced(chosen, data, directory):
         eval_data=[*data["search"].reshape(16, 16, 16)],
         max_drop=10.0,
     )
-    object.__setattr__(report.search, "max_drop", 0.03)
+    object.__setattr__(report.search, "max_drop", 0.04)
     return report
 
 
@@ -185,7 +204,7 @@ def test_a_limit_that_cannot_be_met_is_a_warning(data, tmp_path):
 
     report = qo.quantize(network(), tmp_path / "a.onnx", [data["calib"]], metric=closeness, max_drop=0)
     assert not report.search.is_met
-    assert [layer.reason for layer in report.layers].count(MAX_DROP_REASON) == 3
+    assert [layer.reason for layer in report.layers].count(MAX_DROP_REASON) == 2
     text = next(each.text for each in report.warnings if each.code == "max-drop")
     assert text.startswith("no set of layers in float meets max_drop 0 on 64 search samples: closeness is -0.")
     assert report.output.is_file()
@@ -239,3 +258,15 @@ def test_a_metric_without_a_limit_is_measured(recipe, data, tmp_path):
 def test_one_shot_data_cannot_be_measured(data, tmp_path):
     with pytest.raises(SpecError, match="a metric needs data that can be read twice"):
         qo.quantize(network(), tmp_path / "a.onnx", iter([data["calib"]]), metric="top1")
+
+
+@pytest.mark.parametrize(
+    ("name", "max_drop", "warns"),
+    [("top1", 0.004, True), ("top1", 0.005, False), ("top1", 0, False), ("f", 0.004, False)],
+)
+def test_a_limit_below_one_sample_is_a_warning(name, max_drop, warns):
+    result = MetricResult(name, 1.0, 1.0, 0.0, 200, 10)
+    search = MetricSearch(max_drop, result, result, (), (), 10, 10, 1)
+    texts = [each.text for each in drop_warnings(search)]
+    expected = ["max_drop 0.004 is less than one of 200 search samples (0.0050), so one changed class exceeds it"]
+    assert [text.partition(":")[0] for text in texts] == (expected if warns else [])

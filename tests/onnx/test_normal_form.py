@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, parser
 from onnx_graphs import Maker, conv_chain, images, weights
 
 import detent as dt
@@ -167,3 +167,14 @@ def test_a_computed_weight_becomes_a_constant_even_if_it_grows():
     weight = m.add("Gather", [m.constant(weights(4, 64)), places])
     prepared = qo.prepare(m.model([("x", [1, 64])], [m.add("MatMul", ["x", weight])]))
     assert kinds(prepared) == ["MatMul"]
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w4a16"])
+def test_a_model_of_a_new_opset_with_an_old_ir_version(recipe):
+    """Converters of opsets leave the IR version as it was."""
+    text = """<ir_version: 8, opset_import: ["" : 21]>
+        g (float[N, 2] x) => (float[N, 1] y) <float[2, 1] w = {3.0, 1.0}> { [fc] y = MatMul(x, w) }"""
+    model, data = parser.parse_model(text), [np.float32([[1.0, 0.5]])]
+    decisions = qo.decide(model, data, recipe, progress=False)
+    assert decisions.ir_version == 10
+    assert dt.verify(model, qo.rewrite(model, decisions), data).ok

@@ -205,8 +205,8 @@ def test_layers_in_branches_of_an_if_are_listed():
         [helper.make_tensor("w", TensorProto.FLOAT, [4, 4], np.eye(4, dtype=np.float32).ravel())],
     )
     y = m.add("If", [m.constant(np.array(True))], name="choice", then_branch=inner, else_branch=inner)
-    plan = qo.plan(qo.prepare(m.model([("x", [1, 4])], [y])), dt.Recipe([]))
-    assert {line.reason for line in plan.layers} == {"inside a subgraph of If 'choice'"}
+    plan = qo.plan(qo.prepare(m.model([("x", [1, 4])], [y])), "w8a16")
+    assert [(line.name, line.reason) for line in plan.layers] == [("choice/product", ""), ("choice/product_1", "")]
 
 
 def test_a_generator_is_enough_data(tmp_path):
@@ -412,13 +412,28 @@ def test_groups_of_a_table_are_equal(tmp_path):
     assert dt.verify(model, report.output, TOKENS).ok
 
 
+@pytest.mark.parametrize("recipe", ["w4a16", "w4a16-g32", dt.Recipe([dt.Rule(weight="int3/axis0")])])
+def test_embeddings_have_at_least_8_bits(recipe):
+    """ONNX files store tables in bytes, so fewer bits would only be less accurate."""
+    words = qo.plan(qo.prepare(text_model(40), low_bits=True), recipe).layers[0]
+    assert (words.weight.bits, words.weight.granularity) == (8, dt.PerAxis(0))
+    assert words.note == "8 bits, because ONNX files store embeddings in bytes"
+
+
+def test_a_rule_for_embeddings_is_obeyed(tmp_path):
+    recipe = dt.Recipe([dt.Rule(weight="int8/axis0"), dt.Rule(types="Embedding", weight="int4/axis0")])
+    report = quantize(text_model(40), tmp_path, TOKENS, recipe=recipe)
+    assert report.decisions.layers[0].weight.bits == 4
+    assert dt.verify(text_model(40), report.output, TOKENS).ok
+
+
 def test_groups_for_openvino_are_equal():
     prepared = qo.prepare(text_model(40), low_bits=True)
     fc = qo.plan(prepared, "w4a16-g32", target="openvino").layers[1]
     assert fc.note == "group size 20 instead of 32, which does not divide 40"
     assert fc.weight.granularity == dt.PerGroup(20, axis=0)
     narrow = qo.plan(qo.prepare(text_model(26), low_bits=True), "w4a16-g16", target="openvino").layers
-    assert [line.reason.partition(" (")[0] for line in narrow] == ["group size 16 does not divide 26"] * 2
+    assert [line.reason.partition(" (")[0] for line in narrow] == ["", "group size 16 does not divide 26"]
     decisions = qo.decide(text_model(40), recipe="w4a16-g32")
     with pytest.raises(SpecError, match="layer 'fc': group size 32 does not divide 40"):
         qo.rewrite(text_model(40), replace(decisions, target="openvino"))

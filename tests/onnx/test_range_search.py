@@ -62,7 +62,7 @@ class Searched:
         self.seen = qo.calibrate(self.plan, rare(count))
         self.placements = self.plan.placements(self.seen.ranges)
         self.bounds = SampleBounds.measure(self.plan, self.seen, self.seen.samples)
-        self.noise = Mock(spec=NoiseByLayer, samples=count)
+        self.noise = Mock(spec=NoiseByLayer, samples=count, count=count)
         self.fixed = set()
         self.noise.noise_by_sample.side_effect = lambda params, limit: sum(map(noise_of, params))
 
@@ -98,22 +98,34 @@ def test_fixed_groups_keep_their_ranges():
     assert all(ranges.params[group] == clipped[group] for group in search.fixed)
 
 
-def test_with_many_calibration_samples_clipping_must_halve_the_noise():
+def with_less_noise_of_clipped_ranges(noise):
+    """A search in which clipping all tensors leaves 0.7 of the noise."""
     search = Searched(width)
     full = width(choose_params(search.placements, search.seen, ()))
 
     def measure(params, limit):  # the same parameters for all samples are final ranges, others those of folds
         is_final = all(each is params[0] for each in params)
-        return 4.0 if is_final and width(params[0]) < 0.999 * full else 10.0
+        return 0.4 * noise if is_final and width(params[0]) < 0.999 * full else noise
 
     search.noise.noise_by_sample.side_effect = measure
+    return search
+
+
+def test_with_many_calibration_samples_clipping_must_halve_the_noise():
+    search = with_less_noise_of_clipped_ranges(10.0)
     assert search.run().clipped == search.changed, "the noise is 0.7 of that without clipping"
     search.bounds.has_many = True
     assert not search.run().clipped
 
 
+def test_above_30_db_clipping_must_halve_the_noise():
+    limit = 1e-3 * 16
+    assert with_less_noise_of_clipped_ranges(1.01 * limit).run().clipped
+    assert not with_less_noise_of_clipped_ranges(0.99 * limit).run().clipped
+
+
 def test_less_noise_of_narrow_ranges_clips_all_tensors():
-    search = Searched(lambda params: width(params) ** 8)
+    search = Searched(lambda params: 1e9 * width(params) ** 8)
     ranges = search.run()
     assert ranges.clipped == search.changed
     assert ranges.margin == 0
@@ -155,11 +167,48 @@ def test_rounding_does_not_make_a_bound_one_of_other_data():
     assert bounds.range("x", 0.0, 0)[1] == 12
 
 
-def test_with_many_samples_ranges_of_all_other_folds_are_used():
-    hi = np.arange(16, dtype=np.float64)
-    bounds = SampleBounds({"x": (0.0, 15.0)}, {"x": (np.zeros(16), hi)}, has_many=True)
-    # Samples of fold 3 use the ranges of "fold 0": here all folds but 3, whose largest value is 15.
-    assert [bounds.range("x", 0.0, fold)[1] for fold in range(4)] == [14, 15, 15, 15]
+@pytest.mark.parametrize(("excess", "margin"), [(1.04, 0.0), (1.06, 0.5)])
+def test_no_margin_needs_more_evidence_than_a_small_one(excess, margin):
+    search = Searched(width)
+    full = width(choose_params(search.placements, search.seen, ()))
+
+    def measure(params, limit):  # the noise of all margins is equal, except without a margin
+        return sum(excess if width(each) < 1.0001 * full else 1.0 for each in params)
+
+    search.noise.noise_by_sample.side_effect = measure
+    search.bounds.range = Mock(wraps=search.bounds.range)
+    search.bounds.range.side_effect = lambda tensor, margin, fold=None: (
+        search.seen.range(tensor)[0] - margin,
+        search.seen.range(tensor)[1] + margin,
+    )
+    assert search.run().margin == margin
+
+
+def test_with_many_calibration_samples_ranges_end_at_the_bounds_of_all_data():
+    hi = np.arange(32, dtype=np.float64)
+    bounds = SampleBounds({"x": (0.0, 33.0)}, {"x": (np.zeros(32), hi)}, has_many=True)
+    assert bounds.range("x", 0.0) == (0.0, 31.0)
+    assert bounds.range("x", 0.1) == (0.0, 31.0 + 0.1 * hi.std())
+    assert bounds.range("x", 1.0) == bounds.range("x", bounds.min_max) == (0.0, 33.0)
+    # Samples of fold 3 use the ranges of "fold 0": here all folds except 3, whose largest value is 31.
+    assert [bounds.range("x", 0.0, fold)[1] for fold in range(4)] == [30, 31, 31, 31]
+
+
+def test_with_many_calibration_samples_a_few_of_them_do_not_decide():
+    few = {"x": (np.zeros(16), np.arange(16, dtype=np.float64))}
+    assert not SampleBounds({"x": (0.0, 33.0)}, few, has_many=True).has_enough
+    assert SampleBounds({"x": (0.0, 33.0)}, few).has_enough
+
+
+def test_with_many_calibration_samples_rare_values_do_not_widen_ranges_if_that_adds_noise():
+    search = Searched(lambda params: width(params) ** 8, count=32)  # the wider the ranges, the more noise
+    search.bounds.has_many, search.bounds.min_max = True, np.inf
+    ranges = search.run()
+    assert ranges.margin == 0
+    assert ranges.steps == ["ranges of 32 samples: less noise than with all data"]
+    search.noise.noise_by_sample.side_effect = lambda params, limit: float(len(params))
+    assert search.run().margin == np.inf, "equal noise: the range of all data is chosen"
+    assert not search.run().steps
 
 
 def test_the_observer_of_a_rule_decides():

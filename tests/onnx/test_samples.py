@@ -89,7 +89,9 @@ def test_an_iterator_gives_its_first_samples_and_is_read_once():
     assert len(list(batches)) == 40
 
 
-@pytest.mark.parametrize(("count", "fitted", "evaluated"), [(1, 1, 1), (2, 1, 1), (5, 3, 2), (32, 24, 8)])
+@pytest.mark.parametrize(
+    ("count", "fitted", "evaluated"), [(1, 1, 1), (2, 1, 1), (5, 3, 2), (20, 10, 10), (32, 16, 16)]
+)
 def test_fitted_and_evaluated_samples_do_not_overlap(count, fitted, evaluated):
     feeds = images(count, batch=1)
     split = Samples.of(feeds, max_samples=32, num_compared=16)

@@ -267,6 +267,14 @@ def test_directories_are_classes(tmp_path):
     assert open_batches(subset, [other]).notes == batches.notes
 
 
+def test_an_empty_directory_is_a_class(tmp_path):
+    write_classes(tmp_path, {"dog": 1, "ant": 1})
+    (tmp_path / "cat").mkdir()
+    (tmp_path / ".git").mkdir()
+    batches = open_batches(DataFiles(tmp_path, preprocess="0..255"), [NCHW])
+    assert (batches.classes, batches.labels.tolist()) == (("ant", "cat", "dog"), [0, 2])
+
+
 def test_files_without_classes_have_no_labels(tmp_path):
     for name in ("b.png", "a.png", "c.png"):
         write(tmp_path / name, np.full((8, 12, 3), ord(name[0]), np.uint8))

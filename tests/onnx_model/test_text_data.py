@@ -1,6 +1,7 @@
 """Texts as data: inputs filled by name, lengths, and every kind of bad file."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,6 +114,18 @@ def test_tokens_outside_the_table(tmp_path, tokenizer):
         open_batches(DataFiles(path, tokenizer=tokenizer), [small])
     assert not [word for word in message if word not in str(caught.value)], str(caught.value)
     assert len(read(write_texts(tmp_path, "a b", "c"), [small], tokenizer)) == 2  # no text has the token
+
+
+def test_a_pad_id_outside_the_table_is_an_error_if_texts_are_padded(tmp_path):
+    pytest.importorskip("tokenizers")
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 99}
+    path = write_tokenizer(tmp_path / "t.json", padding={**padding, "pad_type_id": 0, "pad_token": "[PAD]"})
+    texts, small = write_texts(tmp_path, "a b", "c"), replace(IDS, rows=50)
+    with pytest.raises(
+        dt.RangeError, match=r"padded with token id 99, but the embedding table of input .* has 50 rows"
+    ):
+        open_batches(DataFiles(texts, batch_size=2, tokenizer=path), [small])
+    assert open_batches(DataFiles(texts, tokenizer=path), [small]).count == 2
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Two small float models with most patterns of real models, and data for them: a CNN and a transformer.
+"""Small float models with most patterns of real models, and data for them: a CNN, a transformer, a recurrent one.
 
 ::
 
@@ -6,7 +6,8 @@
 
 The CNN has a residual, depthwise, grouped and transposed convolutions, batch norm, pools, Resize, Clip, Concat, an If
 whose branches compute different things, and a layer to be skipped (``SKIPPED``). The transformer has an embedding,
-LayerNormalization, attention with Softmax, a decomposed GELU, Gemm, Sub and Div.
+LayerNormalization, attention with Softmax, a decomposed GELU, Gemm, Sub and Div. The recurrent model has LSTM, GRU and
+RNN layers, and layers in an If and in a Loop.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-__all__ = ["SKIPPED", "cnn", "transformer"]
+__all__ = ["SKIPPED", "cnn", "recurrent", "transformer"]
 
 Array = NDArray[Any]
 SKIPPED = ("skipped",)  # names of layers
@@ -179,3 +180,79 @@ def _gelu(m: _Maker, x: str) -> str:
     grown = m.add("Add", "gelu_add", [m.add("Erf", "gelu_erf", [small]), m.constant("gelu.one", np.float32(1))])
     product = m.add("Mul", "gelu_mul", [x, grown])
     return m.add("Mul", "gelu_half", [product, m.constant("gelu.half", np.float32(0.5))])
+
+
+def recurrent(seed: int = 0) -> tuple[ModelProto, list[dict[str, Array]]]:
+    """Recurrent layers, an If whose branches are layers, and a Loop over a layer; sequences of 6 steps.
+
+    >>> model, batches = recurrent()
+    >>> [node.op_type for node in model.graph.node if node.op_type in ("LSTM", "GRU", "RNN", "If", "Loop")]
+    ['LSTM', 'GRU', 'RNN', 'If', 'Loop']
+    """
+    m = _Maker(200 + seed)
+    t = _recurrent_layer(m, "LSTM", "x", (10, 8), 4, bidirectional=True)
+    t = _recurrent_layer(m, "GRU", t, (16, 12), 3)
+    t = _recurrent_layer(m, "RNN", t, (12, 16), 1)
+    mean = m.add("ReduceMean", "level", [t], keepdims=0)
+    condition = m.add("Greater", "is_high", [mean, m.constant("zero", np.float32(0))])
+    t = _layer_branches(m, condition, t)
+    t = _looped_layer(m, t)
+    m.layer("MatMul", "head", m.add("Tanh", "last", [t]), (16, 5))
+    m.nodes[-1].output[0] = "y"
+    model = m.model("recurrent", [("x", TensorProto.FLOAT, [6, "n", 10])], [("y", TensorProto.FLOAT, [6, "n", 5])])
+    return model, [{"x": m.normal(6, 3, 10)} for _ in range(4)]
+
+
+def _recurrent_layer(
+    m: _Maker, op: str, x: str, sizes: tuple[int, int], gates: int, *, bidirectional: bool = False
+) -> str:
+    """Add a recurrent layer, and join the directions of its output."""
+    inputs, hidden, directions, name = *sizes, 1 + bidirectional, op.lower()
+    names = [
+        m.constant(f"{name}.W", m.normal(directions, gates * hidden, inputs, deviation=0.4)),
+        m.constant(f"{name}.R", m.normal(directions, gates * hidden, hidden, deviation=0.4)),
+        m.constant(f"{name}.B", m.normal(directions, 2 * gates * hidden, deviation=0.1)),
+    ]
+    direction = "bidirectional" if bidirectional else "forward"
+    t = m.add(op, name, [x, *names], hidden_size=hidden, direction=direction)
+    t = m.add("Transpose", f"{name}_turned", [t], perm=[0, 2, 1, 3])
+    return m.add("Reshape", f"{name}_joined", [t, m.constant(f"{name}.shape", np.int64([0, 0, directions * hidden]))])
+
+
+def _layer_branches(m: _Maker, condition: str, x: str) -> str:
+    """An If: a matmul with its own constant, or a matmul whose weight the branch cuts out of a constant outside."""
+    halves = m.constant("halves", m.normal(16, 32, deviation=0.3))
+    own = numpy_helper.from_array(m.normal(16, 16, deviation=0.3), "own.weight")
+    bounds = [numpy_helper.from_array(np.int64([value]), f"bound{value}") for value in (16, 32, 1)]
+    branches = {
+        "then_branch": ([helper.make_node("MatMul", [x, own.name], ["then_out"], name="matmul")], [own]),
+        "else_branch": (
+            [
+                helper.make_node("Slice", [halves, *(each.name for each in bounds)], ["half"], name="half"),
+                helper.make_node("MatMul", [x, "half"], ["else_out"], name="matmul"),
+            ],
+            bounds,
+        ),
+    }
+    graphs = {}
+    for name, (nodes, tensors) in branches.items():
+        result = helper.make_tensor_value_info(nodes[-1].output[0], TensorProto.FLOAT, [6, "n", 16])
+        graphs[name] = helper.make_graph(nodes, name, [], [result], tensors)
+    return m.add("If", "branch", [condition], **graphs)
+
+
+def _looped_layer(m: _Maker, x: str) -> str:
+    """A Loop of three steps, which passes its weight from step to step, as converters from TensorFlow write it."""
+    weight = m.constant("looped.weight", m.normal(16, 16, deviation=0.3))
+    values = [("step", TensorProto.INT64, []), ("go_on", TensorProto.BOOL, []), ("state", TensorProto.FLOAT, None)]
+    inputs = [helper.make_tensor_value_info(*each) for each in (*values, ("kernel", TensorProto.FLOAT, [16, 16]))]
+    nodes = [
+        helper.make_node("Identity", ["go_on"], ["goes_on"], name="goes_on"),
+        helper.make_node("MatMul", ["state", "kernel"], ["product"], name="matmul"),
+        helper.make_node("Tanh", ["product"], ["next"], name="tanh"),
+    ]
+    names = (("goes_on", TensorProto.BOOL, []), ("next", TensorProto.FLOAT, None), ("kernel", TensorProto.FLOAT, None))
+    body = helper.make_graph(nodes, "body", inputs, [helper.make_tensor_value_info(*each) for each in names])
+    given = [m.constant("steps", np.int64(3)), m.constant("start", np.bool_(True)), x, weight]
+    m.nodes.append(helper.make_node("Loop", given, ["loop_out", "unread"], name="loop", body=body))
+    return "loop_out"

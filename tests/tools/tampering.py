@@ -31,7 +31,7 @@ from detent.errors import DetentError
 from detent.onnx.decisions import Decisions, Equalized, LayerDecision, QuantizerPlacement, RangeDecision, Smoothed
 from detent.onnx.quantized_graph import float_form, write_quantizers
 from detent.onnx.stored_decisions import read_decisions, to_metadata
-from detent.onnx_model.graph import array_of, make_tensor
+from detent.onnx_model.graph import array_of, make_tensor, reads
 from detent.onnx_model.provenance import KEY, Provenance
 from detent.spec import QuantSpec
 
@@ -422,7 +422,7 @@ def _duplicate(model: ModelProto, site: Site, _rng: np.random.Generator) -> Name
 
 def _independent(model: ModelProto) -> list[Site]:
     nodes = model.graph.node
-    return [i for i in range(len(nodes) - 1) if not set(nodes[i].output) & set(nodes[i + 1].input)]
+    return [i for i in range(len(nodes) - 1) if not set(nodes[i].output) & set(reads(nodes[i + 1]))]
 
 
 @_edit("nodes reordered", _independent)
@@ -1076,6 +1076,15 @@ def _with_range(decisions: Decisions, rng: np.random.Generator, change: Any) -> 
 def _forge_scale(decisions: Decisions, rng: np.random.Generator) -> Decisions | None:
     factor = np.float32(rng.choice([0.5, 1.5, 4.0]))
     return _with_range(decisions, rng, lambda each: replace(each, scale=float(np.float32(each.scale) * factor)))
+
+
+@_forgery("activation scale in a subgraph", admissible=False)
+def _own_scale(decisions: Decisions, _rng: np.random.Generator) -> Decisions | None:
+    own = [each for each in decisions.layers if each.own_range is not None]
+    if not own or own[0].own_range is None:
+        return None
+    changed = replace(own[0], own_range=replace(own[0].own_range, scale=2 * own[0].own_range.scale))
+    return replace(decisions, layers=tuple(changed if each is own[0] else each for each in decisions.layers))
 
 
 @_forgery("activation zero point", admissible=True)

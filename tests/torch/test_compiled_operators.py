@@ -61,6 +61,32 @@ def test_values_gradients_and_state_are_those_of_eager(spec, mode, training):
         assert_same(ours[1], theirs[1])
 
 
+@pytest.mark.parametrize("mode", [dt.EMA(0.9), dt.PerBatch()], ids=["ema", "per_batch"])
+def test_ranges_after_a_relu_are_those_of_eager(mode):
+    torch.manual_seed(0)
+    eager = qt.FakeQuantize("uint8/tensor/affine", mode)
+    eager.after_relu = True
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        x = torch.randn(6, 8)
+        assert_same(run(x), eager(x))
+    assert int(compiled.zero_point) == 0  # the range starts at 0
+    assert_same(compiled.scale, eager.scale)
+
+
+def test_a_start_after_a_relu_ignores_negative_values():
+    torch.manual_seed(0)
+    x = torch.randn(6, 8)
+    module = qt.FakeQuantize("uint4/tensor/affine", dt.Learned("mse"))
+    twin = copy.deepcopy(module)
+    module.after_relu = True
+    module(x)
+    twin(torch.relu(x))
+    assert int(module.params.zero_point) == 0
+    assert_same(module.scale, twin.scale)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_types(dtype):
     torch.manual_seed(0)

@@ -28,7 +28,11 @@ if not dist.is_available():
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "qat_distributed.py"
 STEPS, HALF = 4, 8
 STATE = ("scale", "zero_point", "lo", "hi")
-RECIPES = {"ema": dt.Recipe.preset("w8a8"), "learned": dt.Recipe.preset("w8a8", mode="learned")}
+RECIPES = {
+    "ema": dt.Recipe.preset("w8a8"),
+    "learned": dt.Recipe.preset("w8a8", mode="learned"),
+    "integer": dt.Recipe([dt.Rule(weight="int8/axis0", input="uint8/tensor/affine", arithmetic="integer")]),
+}
 
 
 @pytest.fixture(scope="module")

@@ -22,12 +22,17 @@ tampering = importlib.import_module("tampering")
 small_models = importlib.import_module("small_models")
 fuzz_verify = importlib.import_module("fuzz_verify")
 
+ATTENTION = dt.Recipe([*dt.Recipe.preset("w8a8").rules, dt.Rule(types="ActivationMatMul", input="uint8")])
 OPTIONS = {
     "cnn": (small_models.cnn, {"skip": small_models.SKIPPED, "keep_float": "none"}),
     "transformer": (small_models.transformer, {}),
     "cnn-w4a8": (small_models.cnn, {"recipe": "w4a8", "target": "onnxruntime-avx2"}),
     "transformer-w4a16": (small_models.transformer, {"recipe": "w4a16-g32"}),
     "transformer-dynamic": (small_models.transformer, {"recipe": "w8a8-dynamic"}),
+    "recurrent": (small_models.recurrent, {"keep_float": "none"}),
+    "recurrent-dynamic": (small_models.recurrent, {"recipe": "w8a8-dynamic", "prefer": "speed"}),
+    "recurrent-w4a16": (small_models.recurrent, {"recipe": "w4a16-g32"}),
+    "transformer-attention": (small_models.transformer, {"recipe": ATTENTION}),
 }
 CACHE = {}
 
@@ -83,7 +88,10 @@ def check_edits(name, count, forms_of_every=1):
                 continue
             assert not dt.verify(base.source, tampering.without_decisions(file)).ok, edit.name
             forged = tampering.with_matching_digests(file)
-            report = dt.verify(base.source, forged)
+            try:
+                report = dt.verify(base.source, forged)
+            except DetentError:  # the decisions are invalid now, such as a negative scale
+                continue
             if report.ok:
                 assert fuzz_verify._only_decided(base.file, forged), edit.name
                 assert any("corrected bias" in each or "searched" in each for each in report.replay.decided)
@@ -98,7 +106,7 @@ def test_there_are_enough_kinds_of_edits():
     assert len(tampering.FORGERIES) >= 30
 
 
-@pytest.mark.parametrize("name", ["cnn", "transformer", "transformer-dynamic"])
+@pytest.mark.parametrize("name", ["cnn", "transformer", "transformer-dynamic", "recurrent"])
 def test_no_edit_is_accepted(name):
     tried, _ = check_edits(name, 1, forms_of_every=3)
     assert tried > 50
@@ -108,7 +116,7 @@ def test_no_edit_is_accepted(name):
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_no_edit_is_accepted_anywhere(name):
     tried, admissible = check_edits(name, 30)
-    assert tried > 400
+    assert tried > (350 if name.startswith("recurrent") else 400)  # the recurrent model has fewer places to edit
     assert set(admissible) <= {"bias code", "scale by an ulp", "scale doubled"}
 
 
@@ -184,7 +192,7 @@ def is_same_function(a: ModelProto, b: ModelProto, data):
     )
 
 
-@pytest.mark.parametrize("name", ["cnn", "transformer"])
+@pytest.mark.parametrize("name", ["cnn", "transformer", "recurrent"])
 def test_forged_decisions_are_admissible_or_caught(name):
     outcomes = check_forgeries(name, 2)
     assert len(outcomes) > 15

@@ -85,6 +85,11 @@ struct Call {
   double* scratch = nullptr;
   int64_t step = 1;
 
+  // scale_sums: one offset and one bias per column; the sums are floats or int32.
+  const int32_t* offset = nullptr;
+  const float* bias = nullptr;
+  bool float_sums = false, biased = false;
+
   Term term = Term::value;
   Dtype second_dtype = Dtype::f32;          // error_sums: type of g
   double factor[2] = {1, 1}, second_factor[2] = {1, 1};  // error_sums: factor of x (or of the error), factor of g
@@ -115,6 +120,7 @@ struct Call {
   double least = 0;
 
   ScaleRule rule;             // observe, derive: how scales and zero points are derived from bounds
+  bool to_codes = false;      // observe: whether to write codes instead of fake-quantized values
   bool wide_bounds = false;   // derive: low and high are double for every compute type
   void* scale_out = nullptr;  // observe, derive: output
   void* zero_out = nullptr;
@@ -138,7 +144,8 @@ constexpr int64_t kGridArrays = 5, kGridPadding = 8;
 #define DETENT_FOR_EACH_KERNEL(ROW)                                                                              \
   ROW(quantize) ROW(dequantize) ROW(fake_quantize) ROW(backward) ROW(dequantize_backward) ROW(masked_backward)   \
   ROW(minmax) ROW(derive) ROW(observe) ROW(learned) ROW(fold_sums) ROW(error_sums) ROW(largest_error)            \
-  ROW(pack) ROW(unpack) ROW(histogram) ROW(grid_errors) ROW(best_scales) ROW(checksum)
+  ROW(pack) ROW(unpack) ROW(histogram) ROW(grid_errors) ROW(best_scales) ROW(checksum)            \
+  ROW(scale_sums)
 
 using Kernel = void (*)(const Call&, int64_t begin, int64_t end);
 

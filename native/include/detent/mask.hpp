@@ -1,6 +1,9 @@
 // Mask: where a gradient passes, for Identity and Clipped. Internal linkage, as in half.hpp.
 #pragma once
 
+#include <cstring>
+
+#include "detent/bits.hpp"
 #include "detent/chunks.hpp"
 #include "detent/codec.hpp"
 
@@ -23,6 +26,19 @@ inline void with_mask(const Codec codec, const Call& call, const Params<T>& p, c
     const bool strictly = (x[i] > low) & (x[i] < high), within = (x[i] >= low) & (x[i] <= high);
     body(i, exclusive ? strictly : within);
   });
+}
+
+// One bit per element: whether its gradient passes.
+template <class Codec, class T>
+DETENT_LOOP inline void write_mask(const Codec& codec, const Call& call, const Params<T>& p, const T* x, uint8_t* bits, int64_t count) {
+  uint8_t pass[kChunk];
+  if (call.mask == Mask::identity) {
+    std::memset(pass, 1, static_cast<size_t>(count));
+  } else {
+    uint8_t* to = pass;
+    with_mask(codec, call, p, x, count, [=](int64_t i, bool inside) { to[i] = inside; });
+  }
+  pack_bits(pass, bits, count, 1);
 }
 
 }  // namespace

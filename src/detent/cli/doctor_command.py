@@ -1,18 +1,24 @@
 """``detent doctor``: show kernels, versions and instruction set, and how to install what is missing."""
 
 import platform
+import shutil
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from detent import __version__
+from detent.cli.exits import DIFFERENCE, fail, require
 from detent.cli.options import OUTPUT, AsJson, Quiet, Verbose
 from detent.cli.screen import Screen
-from detent.errors import EXTRAS, install_hint
+from detent.cli.workers import LOCAL
+from detent.cluster import cluster_nodes, ray_executor
+from detent.errors import EXTRAS, SpecError, install_hint
 from detent.kernels import Capabilities, capabilities
+from detent.tables import counted
 
 __all__ = ["EXAMPLE", "HELP", "run"]
 
@@ -46,12 +52,40 @@ def run(
             rich_help_panel=OUTPUT,
         ),
     ] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="Check the GPU kernels on every GPU and print a report that you can send; loads PyTorch.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Check the nodes of a Ray cluster: HOST:PORT, auto, or local.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    see: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--see", metavar="PATH", help="With --ray: a file or directory that every node must see.", hidden=True
+        ),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Show what this installation supports; see ``HELP``."""
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
+    if ray is not None:
+        _check_cluster(screen, ray, tuple(see or ()))
+        return
+    if see:
+        raise SpecError("got --see without --ray: --see names files that the nodes of a cluster must see")
     caps = capabilities()
     versions = {name: _version(name) for name in (*REQUIRED, *EXTRAS, *OPTIONAL)}
     missing = {
@@ -72,6 +106,9 @@ def run(
     _show(screen, "VNNI", "unknown" if vnni is None else "yes" if vnni else "no")
     _show(screen, "threads", str(caps.threads))
     _show_kernels(screen, caps, everything=everything)
+    gpu_facts = _gpu_facts() if gpu and "torch" not in missing else {}
+    for label, text in gpu_facts.items():
+        _show(screen, label if len(label) < LABEL_COLUMNS else f"{label} ", text)
     screen.say()
     screen.table(("package", "version", "for"), [_row(name, versions[name]) for name in versions], fold=(2,))
     screen.emit(
@@ -85,6 +122,7 @@ def run(
             "threads": caps.threads,
             "kernels": dict(caps.kernels),
             "limits": dict(caps.limits),
+            "gpu": gpu_facts,
             "packages": versions,
             "missing": [
                 {"extra": extra, "modules": modules, "install": install_hint(extra)}
@@ -94,8 +132,36 @@ def run(
     )
 
 
+def _check_cluster(screen: Screen, address: str, paths: tuple[str, ...]) -> None:
+    """Print what each node of a Ray cluster lacks; exit 1 if a node lacks something."""
+    require("onnx", "onnxruntime")
+    from detent.onnx_model.workspace import runtime_environment  # noqa: PLC0415 - it loads ONNX Runtime
+
+    absolute = tuple(str(Path(path).absolute()) for path in paths)
+    with ray_executor(None if address == LOCAL else address) as executor:
+        nodes = cluster_nodes(executor, runtime_environment, absolute)
+    screen.table(
+        ("node", "result"), [(name, "; ".join(problems) or "ok") for name, problems in nodes.items()], fold=(1,)
+    )
+    screen.emit({"nodes": [{"node": name, "problems": problems} for name, problems in nodes.items()]})
+    bad = [name for name, problems in nodes.items() if problems]
+    if bad:
+        fail(
+            f"{len(bad)} of {counted(len(nodes), 'node')} cannot run the items of this driver: {', '.join(bad)}",
+            DIFFERENCE,
+        )
+
+
 def _show(screen: Screen, label: str, text: str) -> None:
     screen.say(f"{label:<{LABEL_COLUMNS}}{text}")
+
+
+def _gpu_facts() -> dict[str, str]:
+    """Run the self-checks of the GPU kernels; return versions and results."""
+    from detent.torch.gpu.readiness import facts  # noqa: PLC0415 - it loads PyTorch
+
+    compiler = next((each for each in map(shutil.which, ("cc", "gcc", "clang")) if each), "missing")
+    return {"Triton": _version("triton") or "missing: pip install triton", "C compiler": compiler, **facts()}
 
 
 def _missing_texts(missing: Mapping[str, Sequence[str]], level: str) -> list[str]:

@@ -42,6 +42,7 @@ from detent.cli.options import (
 )
 from detent.cli.program_file import Program, load_source, onnx_file
 from detent.cli.screen import Screen
+from detent.cli.workers import Ray, WatchedExecutor, WorkDirectory, Workers, open_executor
 from detent.errors import SpecError
 from detent.recipe import skip_flag
 from detent.tables import bytes_text, counted, parse_bytes
@@ -94,6 +95,9 @@ def run(
         Path | None,
         typer.Option(metavar="FILE", help="Save calibration state; resume if the file exists.", hidden=True),
     ] = None,
+    workers: Workers = None,
+    ray: Ray = None,
+    work_directory: WorkDirectory = None,
     allow_quantized: Annotated[
         bool,
         typer.Option("--allow-quantized", help="Accept a model that is already partly quantized.", hidden=True),
@@ -149,6 +153,9 @@ def run(
     max_drop: MaxDrop = None,
     no_keep_float: Annotated[
         bool, typer.Option("--no-keep-float", help="No float fallback: quantize even the noisiest layers.", hidden=True)
+    ] = False,
+    float16: Annotated[
+        bool, typer.Option("--float16", help="Store float parts of a float16 model in float16.", hidden=True)
     ] = False,
     # Hidden, because the help of MODEL and the error message name it.
     trust_model: Annotated[
@@ -220,6 +227,7 @@ def run(
         "smooth": not no_smooth,
         "memory_budget": None if memory_budget is None else parse_bytes(memory_budget),
         "seed": seed,
+        "float16": float16,
         "force": allow_quantized,
     }
     _check_options(options)
@@ -255,7 +263,8 @@ def run(
         qe.check_metric(source, split, metric)
         options |= split.search_arguments(metric, max_drop)
     job = _Job(screen, split, output_path, report, str(context.obj or ""), metric, program)
-    evaluation = job.run(source, options, checks)
+    with open_executor(workers, ray, work_directory) as (executor, arguments):
+        evaluation = job.run(source, options | arguments, checks, executor)
     missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
     _show_evaluation(screen, evaluation, report)
     screen.emit(_document(model, evaluation, missed, report, strict=strict))
@@ -282,9 +291,15 @@ class _Job:
     metric: str | None
     program: Program | None
 
-    def run(self, source: "LoadedModel", options: Mapping[str, Any], checks: "Checks") -> "Evaluation":
+    def run(
+        self,
+        source: "LoadedModel",
+        options: Mapping[str, Any],
+        checks: "Checks",
+        executor: WatchedExecutor | None = None,
+    ) -> "Evaluation":
         """Quantize, evaluate and write the report; of a program, also write the float ONNX model."""
-        result = self._quantize(source, options)
+        result = self._quantize(source, options, executor)
         if self.program is not None:
             source = self.program.write(self.screen, source)
         try:
@@ -293,14 +308,17 @@ class _Job:
             self.screen.note(f"{self.output} is complete: it was written before this error")
             raise
 
-    def _quantize(self, source: "LoadedModel", options: Mapping[str, Any]) -> "QuantizeReport":
+    def _quantize(
+        self, source: "LoadedModel", options: Mapping[str, Any], executor: WatchedExecutor | None
+    ) -> "QuantizeReport":
         import detent.onnx as qo  # noqa: PLC0415 - already loaded
         from detent.onnx.pass_errors import listening  # noqa: PLC0415
 
         data = None if self.split is None else self.split.calibration
         batches = "" if data is None else f" with {counted(data.count or 0, 'batch', ',')}"
         self.screen.note(f"quantizing {source.path if self.program is None else self.program.path}{batches}")
-        with self.screen.progress("calibrating") as step, listening(self.screen.passed, self.screen.note):
+        watched = self.screen.progress("calibrating", executor)
+        with watched as step, listening(self.screen.passed, self.screen.note):
             # If nothing is held out, the evaluation runs on the calibration batches anyway.
             compare = self.split is not None and self.split.is_held_out
             result = qo.quantize(source, self.output, data, progress=step, compare=compare, **options)
@@ -382,7 +400,7 @@ def _split(
         return None
     label_array = None if labels is None else qe.read_labels(labels)
     is_searched = max_drop is not None
-    return qe.split_batches(source, data, eval_data=eval_data, labels=label_array, search=is_searched)
+    return qe.split_batches(source, data, eval_data=eval_data, labels=label_array, metric=metric, search=is_searched)
 
 
 def _check_limits(sqnr_db: float | None, agreement: float | None, data: Path | None, *, dry_run: bool) -> None:

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -31,6 +31,16 @@ _CONTROL_IN_CELLS = {**_CONTROL, ord("\n"): "\\n"}
 
 def _console(stream: IO[str], width: int | None = None) -> Console:
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+class Workers(Protocol):
+    """Workers of an executor, as a text for the progress bar."""
+
+    on_change: Callable[[], object] | None
+
+    @property
+    def label(self) -> str:
+        """Workers alive, items done, and items per second."""
 
 
 class Screen:
@@ -113,11 +123,26 @@ class Screen:
             yield step
 
     @contextmanager
-    def progress(self, label: str) -> Iterator[Callable[[int, int | None], None]]:
-        """Show a progress bar on terminals; yield a callback f(done, total)."""
+    def progress(self, label: str, workers: Workers | None = None) -> Iterator[Callable[[int, int | None], None]]:
+        """Show a progress bar on terminals; yield a callback f(done, total).
+
+        With ``workers``, the bar also shows how many of them are alive, and how many items they have done.
+        """
         with self._bar() as step:
-            step(label, 0, None)
-            yield lambda done, total: step(label, done, total)
+            last: tuple[int, int | None] = (0, None)
+
+            def show() -> None:
+                step(label if workers is None else f"{label} ({workers.label})", *last)
+
+            def advance(done: int, total: int | None) -> None:
+                nonlocal last
+                last = done, total
+                show()
+
+            if workers is not None:
+                workers.on_change = show
+            show()
+            yield advance
 
     @contextmanager
     def _bar(self) -> Iterator[Callable[[str, int, int | None], None]]:

@@ -25,6 +25,7 @@ from detent.cli.options import (
     recipe_file,
 )
 from detent.cli.screen import Screen
+from detent.cli.workers import Ray, WorkDirectory, Workers, open_executor
 from detent.errors import SpecError
 from detent.tables import bytes_text, counted, of_whole
 
@@ -113,6 +114,9 @@ def run(
         ),
     ] = None,
     report: Report = None,
+    workers: Workers = None,
+    ray: Ray = None,
+    work_directory: WorkDirectory = None,
     force: Force = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -138,7 +142,10 @@ def run(
     batches = open_batches(data_files(data, batch_size, preprocess, tokenizer), source.inputs)
     batches.check_first()
     screen.note(*batches.notes)
-    with screen.progress("measuring sensitivity") as step:
+    with (
+        open_executor(workers, ray, work_directory) as (executor, arguments),
+        screen.progress("measuring sensitivity", executor) as step,
+    ):
         sensitivity = qs.measure(
             source,
             batches,
@@ -149,6 +156,7 @@ def run(
             skip=tuple(skip or ()),
             progress=step,
             announce=lambda cost: screen.note(str(cost)),
+            **arguments,
         )
     mix = None
     if budget is not None:

@@ -33,7 +33,7 @@ from detent.checks import as_array
 from detent.errors import SpecError
 from detent.metrics import OutputComparison, worst_output
 from detent.model_metric import MetricComparison, MetricLike, MetricResult, split_labels
-from detent.onnx.metric_search import collect_outputs
+from detent.onnx.metric_search import class_labels, collect_outputs
 from detent.onnx.pipeline import compare_outputs
 from detent.onnx.quality_warnings import QuantizeWarning, accuracy_warnings
 from detent.onnx_model.batches import Batches, BatchSource, open_batches, samples_in
@@ -97,6 +97,7 @@ def split_batches(
     *,
     eval_data: BatchSource | None = None,
     labels: ArrayLike | None = None,
+    metric: MetricLike | None = None,
     search: bool = False,
 ) -> Split:
     """Split data into calibration and held-out batches; without labels, the data are not read.
@@ -109,7 +110,9 @@ def split_batches(
         batch_size: samples per batch of files; None uses the model's fixed batch size, or 1 if the batch axis is
             dynamic.
         eval_data: batches for the evaluation; then all of ``data`` are for calibration.
-        labels: one label per sample of ``eval_data``, or of ``data`` without ``eval_data``.
+        labels: one label per sample of ``eval_data``, or of ``data`` without ``eval_data``. Without labels, the
+            sub-directories of a directory are the classes, if the model has as many.
+        metric: the metric that the labels are for, as for ``qo.quantize``.
         search: also set batches aside for a search with ``max_drop``; see the table in this module.
 
     Raises:
@@ -128,7 +131,8 @@ def split_batches(
     >>> split.calibration.count, split.search.count, split.evaluation.count
     (4, 2, 2)
     """
-    inputs = load_model(model).inputs
+    loaded = load_model(model)
+    inputs = loaded.inputs
     batches = open_batches(data, inputs, batch_size).with_count()
     others = None if eval_data is None else open_batches(eval_data, inputs, batch_size).with_count()
     source, count = batches if others is None else others, (batches if others is None else others).count or 0
@@ -142,14 +146,20 @@ def split_batches(
         elif others is None:
             evaluated = evaluated[:EVALUATION_BATCHES]
         calibration = [i for i in range(count) if i not in set(evaluated)] if is_held_out else list(range(count))
-    arrays = None if labels is None else _labels_by_batch(labels, source)
+    evaluation = source if len(evaluated) == count else source.subset(evaluated)
+    searching = source.subset(searched) if searched else None
+    chosen: list[Array | None] = [None, None]
+    if labels is not None:
+        arrays = _labels_by_batch(labels, source)
+        chosen = [np.concatenate([arrays[i] for i in part]) if part else None for part in (evaluated, searched)]
+    elif class_labels(loaded, source, metric) is not None:
+        chosen = [None if part is None else part.labels for part in (evaluation, searching)]
     return Split(
         batches if others is not None or len(calibration) == count else batches.subset(calibration),
-        source if len(evaluated) == count else source.subset(evaluated),
+        evaluation,
         others is not None or len(calibration) < count,
-        source.subset(searched) if searched else None,
-        None if arrays is None else np.concatenate([arrays[i] for i in evaluated]),
-        None if arrays is None or not searched else np.concatenate([arrays[i] for i in searched]),
+        searching,
+        *chosen,
     )
 
 
@@ -248,7 +258,8 @@ def measure_accuracy(
         artifact: the quantized model.
         data: batches, as for ``qo.quantize``.
         metric: a metric of both models, as for ``qo.quantize``; with labels, the default is top1.
-        labels: one label per sample of ``data``.
+        labels: one label per sample of ``data``; by default, the classes of its sub-directories, if the model has as
+            many.
 
     Raises:
         UnsupportedError: ONNX Runtime cannot run one of the models.
@@ -264,13 +275,18 @@ def measure_accuracy(
     (27.2, 1.0, 1.0)
     """
     float_model, quantized = load_model(source), load_model(artifact)
-    names = array_outputs(quantized.proto)
+    names, float_names = array_outputs(quantized.proto), array_outputs(float_model.proto)
+    if not set(names) <= set(float_names):
+        raise SpecError(
+            f"the quantized model has outputs {names}, but the float model {float_names}: pass two models that were "
+            "exported with the same names, or the float model from which the file was quantized"
+        )
     batches = open_batches(data, float_model.inputs)
     result: MetricResult | None = None
-    if metric is None and labels is None:
+    checked = class_labels(float_model, batches, metric) if labels is None else as_array("labels", labels)
+    if metric is None and checked is None:
         comparison = compare_outputs(float_model, quantized, names, batches)
     else:
-        checked = None if labels is None else as_array("labels", labels)
         comparison, result = _compare_by_metric(float_model, quantized, names, batches, metric, checked)
     return Accuracy(
         comparison.sqnr_db,

@@ -284,7 +284,8 @@ def quantize_and_evaluate(  # noqa: PLR0913 - all parts of the job
             different batches; ``split_batches`` says which.
         eval_data: batches for the evaluation, and for the search with ``max_drop``; all of ``data`` are then used for
             calibration.
-        labels: one label per sample of ``eval_data``, or of ``data`` without ``eval_data``.
+        labels: one label per sample of ``eval_data``, or of ``data`` without ``eval_data``; by default, the classes of
+            its sub-directories, if the model has as many.
         options: further arguments of ``qo.quantize``.
 
     Raises:
@@ -304,7 +305,9 @@ def quantize_and_evaluate(  # noqa: PLR0913 - all parts of the job
     split = None
     if data is not None:
         is_searched = max_drop is not None
-        split = split_batches(source, data, batch_size, eval_data=eval_data, labels=labels, search=is_searched)
+        split = split_batches(
+            source, data, batch_size, eval_data=eval_data, labels=labels, metric=metric, search=is_searched
+        )
     elif any(each is not None for each in (metric, max_drop, eval_data, labels)):
         raise NotCalibratedError("metric=, max_drop=, eval_data= and labels= need data, also for weight-only recipes")
     if split is not None:

@@ -255,6 +255,8 @@ def _labels(plan: GraphPlan) -> dict[str, str]:
     """
     labels: dict[str, str] = {}
     for name, layer in plan.layers_by_name.items():
+        if layer.is_weight_only:
+            continue
         result = layer.node.output[0]
         while result not in labels:
             labels[result] = name

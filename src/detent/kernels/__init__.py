@@ -17,12 +17,14 @@ from detent.kernels.reductions import (
     minmax,
     observe,
     pack_bits,
+    quantize_masked,
+    scale_sums,
     tree_sum,
     unpack_bits,
 )
 from detent.kernels.reference import bin_edges, power_of_two
-from detent.kernels.registry import Capabilities, capabilities, find_kernel
-from detent.kernels.settings import current_kernels, get_num_threads, set_num_threads, use_kernels
+from detent.kernels.registry import Capabilities, capabilities, find_kernel, register_gpu_report
+from detent.kernels.settings import current_kernels, get_num_threads, set_num_threads, use_kernels, uses_gpu_kernels
 
 __all__ = [
     "OPERATIONS",
@@ -51,8 +53,12 @@ __all__ = [
     "observe",
     "pack_bits",
     "power_of_two",
+    "quantize_masked",
+    "register_gpu_report",
+    "scale_sums",
     "set_num_threads",
     "tree_sum",
     "unpack_bits",
     "use_kernels",
+    "uses_gpu_kernels",
 ]

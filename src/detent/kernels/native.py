@@ -304,8 +304,10 @@ def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple
     return (scale, zero_point) if runner.derive(ready(lo), ready(hi), scale, zero_point) else None
 
 
-def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array, Array, int] | None:
-    """Fake-quantize x into ``out``, with params from the range of x.
+def observe(
+    problem: Problem, x: Array, out: Array, *, to_codes: bool = False
+) -> tuple[Array, Array, Array, Array, int] | None:
+    """Fake-quantize x into ``out``, with params from the range of x; ``to_codes`` writes codes instead.
 
     Returns lo, hi, scale, zero point and the number of non-finite elements, or None if the range of a parameter set is
     invalid, or if there is no native kernel.
@@ -315,7 +317,7 @@ def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array
     parts = np.empty((4, *problem.tiling.scale_shape), compute_dtype(x.dtype))
     low, high, scale, zero_point = (parts[i, ...] for i in range(4))
     runner = _runner(_Level.index, problem.tiling, observe_rules, problem)
-    nonfinite, good = runner.observe(ready(x), low, high, scale, zero_point, ready(out))
+    nonfinite, good = runner.observe(ready(x), low, high, scale, zero_point, ready(out), to_codes)
     low += 0.0  # turns -0.0 into +0.0
     high += 0.0
     parts.setflags(write=False)
@@ -355,6 +357,28 @@ def checksum(x: Array) -> int | None:
     if _native is None or not x.flags.c_contiguous:
         return None
     return int(_native.checksum(_Level.index, ready(x)))
+
+
+def quantize_masked(
+    problem: Problem, x: Array, scale: Array, zero_point: Array, codes: Array, mask: Array
+) -> bool | None:
+    """Write codes of one byte, and one bit per element that says where its gradient passes; return whether x has NaN.
+
+    Returns None if there is no native kernel for the problem, an operation "fake_quantize_masked".
+    """
+    if refusal(problem) is not None:
+        return None
+    runner = _runner(_Level.index, problem.tiling, problem_rules, problem)
+    return bool(runner.quantize_masked(ready(x), scale, zero_point, ready(codes), mask))
+
+
+def scale_sums(sums: Array, offset: Array, scale: Array, bias: Array | None, out: Array) -> bool | None:
+    """Scale sums of products into ``out``; return whether all sums are exact, or None without native kernels."""
+    if _native is None or not (sums.flags.c_contiguous and out.flags.c_contiguous):
+        return None
+    is_float, shift = sums.dtype.kind == "f", np.empty(0, np.float32) if bias is None else ready(bias)
+    columns = ready(offset), ready(scale), shift
+    return bool(_native.scale_sums(_Level.index, scale.size, sums, is_float, *columns, out))
 
 
 def pack(codes: Array, bits: int) -> NDArray[np.uint8] | None:

@@ -30,12 +30,15 @@ __all__ = [
     "minmax",
     "observe",
     "pack_bits",
+    "quantize_masked",
+    "scale_sums",
     "tree_sum",
     "unpack_bits",
 ]
 
 Bytes = NDArray[np.uint8]
 Codes = NDArray[Any]
+MAX_EXACT_FLOAT32 = 1 << 24  # float32 holds every integer below this number
 CHUNK = 1 << 18  # codes that are packed at a time; bounds the scratch memory
 
 
@@ -175,13 +178,17 @@ def tree_sum(terms: NDArray[np.float64]) -> float:
     return error_sum("value", terms, terms)
 
 
-def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array, Array, int] | None:
+def observe(
+    problem: Problem, x: Array, out: Array, *, to_codes: bool = False
+) -> tuple[Array, Array, Array, Array, int] | None:
     """Fake-quantize x into ``out`` by a native kernel, with params from the range of x.
+
+    With ``to_codes``, ``out`` receives one code per byte instead of values.
 
     Returns lo, hi, scale, zero point and the number of non-finite elements. Returns None if there is no native kernel,
     the scale format is not "float", or a range is invalid.
     """
-    return None if current_kernels() == "reference" else native.observe(problem, x, out)
+    return None if current_kernels() == "reference" else native.observe(problem, x, out, to_codes=to_codes)
 
 
 def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
@@ -198,6 +205,48 @@ def checksum(x: Array) -> int:
     if result is not None:
         return result
     return int.from_bytes(blake2b(np.ascontiguousarray(x).view(np.uint8).data, digest_size=8).digest())
+
+
+def quantize_masked(
+    problem: Problem, x: Array, scale: Array, zero_point: Array, codes: Array, mask: Array
+) -> bool | None:
+    """Quantize x to codes of one byte, and write the mask of ``fake_quantize_masked``, in one pass over memory.
+
+    Returns whether x contains NaN, or None if there is no native kernel; then nothing is written.
+    """
+    if current_kernels() == "reference":
+        return None
+    return native.quantize_masked(problem, x, scale, zero_point, codes, mask)
+
+
+def scale_sums(sums: Array, offset: Array, scale: Array, bias: Array | None, out: Array) -> bool:
+    """Scale sums of products of codes to floats: ``out = float32(sums + offset) * scale [+ bias]``.
+
+    Args:
+        sums: int32, or float32 that holds integers; the last axis is the column.
+        offset: int32, one per column; the sum with the offset is taken modulo 2^32.
+        scale: float32, one per column.
+        bias: float32, one per column, or None.
+        out: float32, in the shape of the sums; it may share their memory.
+
+    Returns:
+        Whether all sums are exact: False if a float32 sum is 2^24 or larger and may have been rounded.
+
+    >>> out = np.empty((1, 2), np.float32)
+    >>> scale_sums(np.array([[3, -4]], np.int32), np.array([1, 0], np.int32), np.float32([0.5, 2.0]), None, out), out
+    (True, array([[ 2., -8.]], dtype=float32))
+    """
+    exact = None if current_kernels() == "reference" else native.scale_sums(sums, offset, scale, bias, out)
+    if exact is not None:
+        return exact
+    is_float = sums.dtype.kind == "f"
+    exact = not is_float or not bool((np.abs(sums) >= MAX_EXACT_FLOAT32).any())
+    limit = np.float32(2**31 - 128)  # the largest float32 below 2^31
+    whole = np.clip(sums, -limit, limit).astype(np.int32) if is_float else sums
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = (whole + offset.astype(np.int32)).astype(np.float32) * scale
+        np.copyto(out, scaled if bias is None else scaled + bias)
+    return exact
 
 
 def _refuse_if(refused: bool, what: str) -> None:

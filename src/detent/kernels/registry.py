@@ -5,7 +5,7 @@ only affects speed.
 """
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -22,7 +22,7 @@ from detent.kernels.settings import current_kernels, get_num_threads
 from detent.spec import QuantSpec
 from detent.ste import Clipped, HardTanh, Identity, Tanh
 
-__all__ = ["Capabilities", "capabilities", "find_kernel"]
+__all__ = ["Capabilities", "capabilities", "find_kernel", "register_gpu_report"]
 
 # Reductions and packing. They are not operations of a plan, and do not depend on conventions.
 PARTS = ("error_sum", "minmax", "observe", "pack_bits", "unpack_bits")
@@ -57,6 +57,8 @@ class Capabilities:
         kernels: maps each operation to "native" or "reference", for float32 data, int8 codes and the onnx convention.
         table: maps each (operation, dtype, convention) to "native", or to the reason for the reference kernel.
         limits: maps each format, rounding and estimator without a native kernel to the reason.
+        gpu: maps each GPU and dtype to "ready", or to the reason why torch operations run instead of GPU kernels; empty
+            without a GPU, and before ``detent.torch`` is imported.
 
     >>> print(capabilities())  # doctest: +ELLIPSIS
     machine  ...
@@ -68,6 +70,7 @@ class Capabilities:
     kernels: Mapping[str, str]
     table: Mapping[tuple[str, str, str], str] = field(repr=False)
     limits: Mapping[str, str]
+    gpu: Mapping[str, str]
 
     def __str__(self) -> str:
         facts = {"machine": self.machine, "instruction set": self.level, "threads": self.threads}
@@ -86,6 +89,7 @@ class Capabilities:
         lines += [_columns(name, *(self.kernels[name] for _ in FLOATS)) for name in PARTS]
         lines += ["", f"conventions: {', '.join(PRESETS)}"]
         lines += [f"on the reference kernels: {why}" for why in (*reasons, *self.limits.values())]
+        lines += [f"GPU kernels, {device}: {state}" for device, state in self.gpu.items()]
         return "\n".join(lines)
 
 
@@ -126,7 +130,19 @@ def capabilities() -> Capabilities:
     limits = {}
     if kernels["quantize"] == NATIVE_NAME:  # otherwise the table contains the reason
         limits = {name: why for name, problem in samples.items() if (why := _why_not(problem, choice)) is not None}
-    return Capabilities(platform.machine(), native.current_level(), get_num_threads(), kernels, table, limits)
+    gpu = {} if _Reports.gpu is None else _Reports.gpu()
+    return Capabilities(platform.machine(), native.current_level(), get_num_threads(), kernels, table, limits, gpu)
+
+
+class _Reports:
+    """Reports of higher layers; ``gpu`` is set when ``detent.torch`` is imported."""
+
+    gpu: Callable[[], Mapping[str, str]] | None = None
+
+
+def register_gpu_report(report: Callable[[], Mapping[str, str]]) -> None:
+    """Set the function that returns ``Capabilities.gpu``."""
+    _Reports.gpu = report
 
 
 _ONE = PerTensor().tiling((1,))

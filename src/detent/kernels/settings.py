@@ -1,11 +1,12 @@
 """Settings: the choice of kernels and the number of threads. Neither changes a result.
 
 ``use_kernels`` selects kernels in a ``with`` block; outside of such a block, DETENT_KERNELS selects the kernels. detent
-has two environment variables:
+has three environment variables:
 
 ==================== ===============================================================================================
 DETENT_KERNELS       "auto" (default), "native" or "reference"
 DETENT_NUM_THREADS   number of threads; default: OMP_NUM_THREADS, or all cores that this process may use
+DETENT_GPU           "1" (default), or "0" to run torch operations on GPUs instead of Triton kernels
 ==================== ===============================================================================================
 """
 
@@ -19,7 +20,7 @@ from detent.checks import as_integer
 from detent.errors import SpecError, closest
 from detent.kernels import native
 
-__all__ = ["current_kernels", "get_num_threads", "set_num_threads", "use_kernels"]
+__all__ = ["current_kernels", "get_num_threads", "set_num_threads", "use_kernels", "uses_gpu_kernels"]
 
 KERNEL_CHOICES = ("auto", "native", "reference")
 MAX_THREADS = 1024  # more than the cores of any CPU; catches typing errors
@@ -33,6 +34,15 @@ def default_kernels() -> str:
         hint = closest(value, KERNEL_CHOICES)
         raise SpecError(f"unknown DETENT_KERNELS={value!r}{hint} expected {', '.join(KERNEL_CHOICES)}")
     return value
+
+
+@cache
+def uses_gpu_kernels() -> bool:
+    """Return whether DETENT_GPU allows GPU kernels; it is read only once."""
+    value = os.environ.get("DETENT_GPU") or "1"
+    if value not in ("0", "1"):
+        raise SpecError(f"got DETENT_GPU={value!r}, expected 0 (GPU kernels off) or 1")
+    return value == "1"
 
 
 def default_threads() -> int:

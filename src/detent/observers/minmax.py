@@ -132,7 +132,8 @@ def mix_seen_ranges(xp: AnyArray, old: Pair, new: Pair, decay: float, seen: AnyA
 
     def mix(before: AnyArray, after: AnyArray) -> AnyArray:
         before, after = xp.astype(before, xp.float32), xp.astype(after, xp.float32)
-        mixed = xp.full_like(before, decay) * before + xp.full_like(after, 1.0 - decay) * after
+        kept, added = xp.full_like(before, decay), xp.full_like(after, 1.0 - decay)
+        mixed = xp.multiply(kept, before) + xp.multiply(added, after)
         return xp.where(seen, xp.where(empty, before, mixed), after)
 
     return mix(old[0], new[0]), mix(old[1], new[1])

@@ -20,7 +20,15 @@ from detent.errors import DetentError, DtypeError, FileFormatError, NotCalibrate
 from detent.observers.observer import Observer
 from detent.tables import counted
 
-__all__ = ["budget", "calibrate"]
+__all__ = [
+    "ResumeHeader",
+    "batch_checksum",
+    "budget",
+    "calibrate",
+    "check_observed",
+    "load_resume_file",
+    "save_resume_file",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -69,14 +77,14 @@ def calibrate(
     named = _named(observers)
     step = as_integer("every", every, at_least=1)
     path = None if resume_file is None else Path(resume_file)
-    saved = _load(path, named) if path is not None and path.exists() else _ResumeHeader(0, 0)
+    saved = load_resume_file(path, named) if path is not None and path.exists() else ResumeHeader(0, 0)
     total = known_length(batches)
     report = reporter(progress, "calibrating", "batches", saved.batches)
     count, mark, is_complete = 0, saved.mark, True
     try:
         for count, batch in enumerate(batches, start=1):
             if count <= saved.batches:
-                if count == saved.batches and _mark(batch, named, is_single=is_single) != saved.mark:
+                if count == saved.batches and batch_checksum(batch, named, is_single=is_single) != saved.mark:
                     raise FileFormatError(
                         f"batch {count} differs from the last batch saved in {path}: pass the same batches, or delete "
                         "the file"
@@ -86,14 +94,14 @@ def calibrate(
             _feed(count, batch, named, is_single=is_single)
             is_complete = True
             if path is not None:
-                mark = _mark(batch, named, is_single=is_single)
+                mark = batch_checksum(batch, named, is_single=is_single)
                 if count % step == 0:
-                    _save(path, named, _ResumeHeader(count, mark))
+                    save_resume_file(path, named, ResumeHeader(count, mark))
             report(count, total)
     finally:
         # If only some observers have observed the last batch, do not save: after resuming, they would observe it twice.
         if path is not None and is_complete and count > saved.batches:
-            _save(path, named, _ResumeHeader(count, mark))
+            save_resume_file(path, named, ResumeHeader(count, mark))
     if isinstance(report, ProgressBar):
         report.close()
     if count < saved.batches:
@@ -104,12 +112,17 @@ def calibrate(
     if not count:
         raise NotCalibratedError("there are no calibration batches: pass at least one batch")
     _log.info("calibrated %s with %s", counted(len(named), "observer"), counted(count, "batch"))
-    for name, observer in named.items():
+    check_observed(named, is_single=is_single)
+    return observers
+
+
+def check_observed(observers: Mapping[str, Observer], *, is_single: bool = False) -> None:
+    """Raise NotCalibratedError if an observer has observed no finite value."""
+    for name, observer in observers.items():
         try:
             Observer.range(observer)
         except NotCalibratedError as error:
             raise NotCalibratedError(f"{'' if is_single else f'{name!r}: '}{error}") from error
-    return observers
 
 
 def _named(observers: object) -> Mapping[str, Observer]:
@@ -145,7 +158,7 @@ def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, is_si
             raise type(error)(f"{'' if is_single else f'{name!r} in '}batch {number}: {error}") from error
 
 
-def _mark(batch: Batch, observers: Mapping[str, Observer], *, is_single: bool) -> int:
+def batch_checksum(batch: Batch, observers: Iterable[str], *, is_single: bool) -> int:
     """Return a checksum of the observed arrays in a batch."""
     checksum = 0
     for name in observers:
@@ -210,12 +223,15 @@ class ProgressBar:
         self.is_open = False
 
 
-class _ResumeHeader(NamedTuple):
+class ResumeHeader(NamedTuple):
+    """Header of a resume file: the number of observed batches, and a checksum of the last one."""
+
     batches: int
     mark: int  # checksum of the last batch
 
 
-def _save(path: Path, observers: Mapping[str, Observer], header: _ResumeHeader) -> None:
+def save_resume_file(path: Path, observers: Mapping[str, Observer], header: ResumeHeader) -> None:
+    """Write the observers' state to a resume file; an existing file is replaced atomically."""
     arrays: dict[str, Any] = {
         name: np.frombuffer(observer.to_bytes(), np.uint8) for name, observer in observers.items()
     }
@@ -223,12 +239,12 @@ def _save(path: Path, observers: Mapping[str, Observer], header: _ResumeHeader) 
     storage.write_atomic(path, storage.dumps(arrays, {METADATA: metadata}))
 
 
-def _load(path: Path, observers: Mapping[str, Observer]) -> _ResumeHeader:
+def load_resume_file(path: Path, observers: Mapping[str, Observer]) -> ResumeHeader:
     """Load the observers' state from the resume file, and return the header of the file."""
     arrays, metadata = storage.read(path)
     with reading(f"{path} is not a calibration resume file"):
         data = parse(metadata[METADATA], f"the entry {METADATA!r} of {path}")
-        entries = table(data, f"the resume file {path}", _ResumeHeader._fields, version=VERSION)
+        entries = table(data, f"the resume file {path}", ResumeHeader._fields, version=VERSION)
         done = as_integer("batches", entries["batches"], at_least=1, error=FileFormatError)
         mark = as_integer("mark", entries["mark"], at_least=0, error=FileFormatError)
         if set(arrays) != set(observers):
@@ -248,4 +264,4 @@ def _load(path: Path, observers: Mapping[str, Observer]) -> _ResumeHeader:
     for name, observer in observers.items():
         observer.load_state_dict(saved[name].state_dict())
     _log.info("resuming after batch %d, from %s", done, path)
-    return _ResumeHeader(done, mark)
+    return ResumeHeader(done, mark)

@@ -17,7 +17,8 @@ meeting max_drop        which layers stay in float, so that a metric drops by at
 ======================= ===========================================================================================
 
 A pass that changes the model is kept only if it lowers the noise at the outputs. This is measured on samples to which
-the pass was not fitted.
+the pass was not fitted. Equalization and SmoothQuant must remove a fifth of the noise, or half of it if the SQNR is
+above 30 dB without them: a small gain on few samples may be a loss on others.
 ``effort`` says how much is measured: "fast" measures nothing at the outputs, "best" uses more samples of large models.
 """
 
@@ -53,6 +54,7 @@ from detent.onnx.calibration import (
     range_decisions,
     tensor_groups,
 )
+from detent.onnx.calibration_items import Survey, survey_data
 from detent.onnx.decisions import Decisions, Equalized, QuantizerPlacement, Smoothed
 from detent.onnx.fast_kernels import (
     SLOW_REASON,
@@ -62,7 +64,7 @@ from detent.onnx.fast_kernels import (
     recurrent_multiplications,
     with_last_layers,
 )
-from detent.onnx.float_fallback import NoiseByLayer, choose_float
+from detent.onnx.float_fallback import NEGLIGIBLE_NOISE, NoiseByLayer, choose_float
 from detent.onnx.graph_plan import PREFERENCES, GraphPlan, Preference
 from detent.onnx.layer_error import IsolatedLayers, ReferenceOutputs
 from detent.onnx.metric_search import MAX_DROP_REASON, MetricGoal, MetricSearch, ModelTrials, search_float_layers
@@ -71,11 +73,13 @@ from detent.onnx.quality_warnings import DataSummary
 from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx.range_search import MIN_SAMPLES as MIN_RANGE_SAMPLES
 from detent.onnx.range_search import ChosenRanges, SampleBounds, search_ranges
-from detent.onnx.samples import Samples, choose_samples
+from detent.onnx.samples import Samples, choose_samples, choose_surveyed
+from detent.onnx.subgraph_ranges import observe_ranges
 from detent.onnx_model.batches import Batches, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, copied
 from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
+from detent.onnx_model.workspace import Workspace
 from detent.rule import ObserverLike, get_observer_spec
 
 __all__ = ["EFFORTS", "Decided", "Effort", "KeepFloat", "Options", "RunOptions", "decide_with_data", "reject_empty"]
@@ -93,6 +97,8 @@ MIN_SAMPLES, MIN_COMPARED = 4, 2  # samples that even the largest model uses
 CALIBRATION_RUNS, RECORDED_RUNS, MEASURED_RUNS = 3.0, 5.0, 80.0
 MIN_SECONDS_ANNOUNCED = 5.0
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
+MAX_CHANGED_NOISE = 0.8  # noise after equalization or SmoothQuant, relative to the noise before (1 dB)
+MAX_CHANGED_NOISE_SAFE = 0.5  # the same limit if the SQNR is above 30 dB (3 dB)
 MAX_CLIPPED_NOISE = 0.5  # if noise is measured only at single layers, clipping must remove half of it
 FALLBACK_REASON = "float fallback: quantizing this layer would cause much of the output noise"
 
@@ -132,6 +138,7 @@ class Options:
     seed: int = 0
     prefer: Preference = "balanced"
     effort: Effort = "balanced"
+    float16: bool = False
     metric: str = ""  # name of the metric, if max_drop is set
     max_drop: float | None = None
 
@@ -174,6 +181,7 @@ class RunOptions:
     memory_budget: int | None = None
     progress: Progress | None = None
     resume_file: str | PathLike[str] | None = None
+    workspace: Workspace | None = None  # with a workspace, workers run the model
 
     def __post_init__(self) -> None:
         if self.memory_budget is not None:
@@ -220,7 +228,7 @@ def decide_with_data(
     reject_empty(graph_plan)
     groups = _tensor_groups(graph_plan, batches, run)  # fails early if the budget is too small
     with running("choosing samples"):
-        chosen = choose_samples(graph_plan.model, batches)
+        batches, survey, chosen = _survey(graph_plan.model, batches, run.workspace)
         # If batches are not cut, a whole batch is a sample.
         total = sum(work.values()) + recurrent_multiplications(graph_plan.graph, batches.check_first())
         per_sample = total * samples_in(chosen[0]) / samples_in(batches.check_first())
@@ -231,9 +239,15 @@ def decide_with_data(
         groups = _tensor_groups(graph_plan, batches, run)  # SmoothQuant inserted Mul nodes
     progress = True if run.progress is None else run.progress
     with running("calibration"):
-        calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.resume_file, chosen)
+        calibration = calibrate_groups(
+            graph_plan, batches, groups, options.observer, progress, run.resume_file, chosen, run.workspace, survey
+        )
+    if names := graph_plan.own_range_layers:
+        with running("calibration of subgraphs"):
+            observed = batches if batches.is_repeatable else chosen
+            graph_plan = graph_plan.with_own_ranges(observe_ranges(graph_plan.model, names, observed))
     isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
-    choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run.memory_budget)
+    choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run)
     graph_plan = choice.plan
     facts = replace(facts, data=calibration.fingerprint, equalized=equalized, smoothed=smoothed)
     assembly = _Assembly(facts, calibration, choice.ranges)
@@ -250,6 +264,17 @@ def decide_with_data(
             biases |= corrected_biases(choice.unkept_plan, params, isolated, len(samples.fitted))
         replan = partial(_with_float, choice.unkept_plan, work, options, set(calibration.ranges), choice.kept)
         return _meet_goal(decided, choice, replace(assembly, biases=biases), replan, original, goal)
+
+
+def _survey(
+    model: ModelProto, batches: Batches, workspace: Workspace | None
+) -> tuple[Batches, Survey | None, tuple[Feed, ...]]:
+    """Choose samples. With a workspace, workers read the data; then the batches are in files, with facts about them."""
+    if workspace is None:
+        return batches, None, choose_samples(model, batches)
+    batches = workspace.in_files(batches)
+    survey = survey_data(workspace, workspace.add_model(model), batches)
+    return batches, survey, choose_surveyed(model, batches, survey.facts)
 
 
 def _with_biases(
@@ -381,7 +406,7 @@ def _choose_quantizers(
     samples: Samples,
     work: Mapping[str, float],
     options: Options,
-    memory_budget: int | None,
+    run: RunOptions,
 ) -> _Choice:
     """Choose ranges of activations, bits of weights, and layers to keep in float."""
     with running("choosing ranges"):
@@ -397,10 +422,10 @@ def _choose_quantizers(
         return _Choice(graph_plan, ranges, graph_plan)
     can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
     with running("measuring noise at the outputs"):
-        noise = NoiseByLayer(graph_plan, ranges.params, samples.compared)
+        noise = NoiseByLayer(graph_plan, ranges.params, samples.compared, run.workspace)
     if clipped is not None:
         with running("searching ranges"):
-            ranges = _searched_ranges(noise, graph_plan, placements, calibration, clipped, samples, memory_budget)
+            ranges = _searched_ranges(noise, graph_plan, placements, calibration, clipped, samples, run.memory_budget)
             noise.set_params({name: each for name, each in ranges.params.items() if noise.can_replace(name)})
     widened: dict[str, float] = {}
     if can_widen:
@@ -418,7 +443,7 @@ def _choose_quantizers(
         placements = graph_plan.placements(calibration.ranges)
         ranges = ranges.with_new(placements, calibration)
     steps = (
-        *([f"ranges widened by {ranges.margin:g} standard deviations of per-sample bounds"] if ranges.margin else []),
+        *ranges.steps,
         *(f"8-bit weights for {name}: {share:.0%} less noise at the outputs" for name, share in widened.items()),
         *(f"kept {name} in float: {share:.0%} less noise at the outputs" for name, share in shares.items()),
     )
@@ -484,7 +509,7 @@ def _equalize_and_smooth(
                 changed = graph_plan.with_model(equalization.apply(copied(graph_plan.model), equalized))
                 noises = _min_max_noises("equalization", (graph_plan, changed), evaluated, memory_budget)
                 equalized, graph_plan, noise = (
-                    (equalized, changed, noises[1]) if noises[1] <= noises[0] else ((), graph_plan, noises[0])
+                    (equalized, changed, noises[1]) if _is_better(*noises) else ((), graph_plan, noises[0])
                 )
     if options.smooth:
         with running("SmoothQuant"):
@@ -492,7 +517,7 @@ def _equalize_and_smooth(
             if smoothed:
                 changed = graph_plan.with_model(smoothquant.apply(copied(graph_plan.model), smoothed))
                 noises = _min_max_noises("SmoothQuant", (graph_plan, changed), evaluated, memory_budget, noise)
-                smoothed, graph_plan = (smoothed, changed) if noises[1] <= noises[0] else ((), graph_plan)
+                smoothed, graph_plan = (smoothed, changed) if _is_better(*noises) else ((), graph_plan)
     is_changed = graph_plan.model is not plan.model
     return plan.with_model(graph_plan.model) if is_changed else plan, equalized, smoothed
 
@@ -506,8 +531,9 @@ def _min_max_noises(
 ) -> tuple[float, float]:
     """Measure the noise at the outputs before and after the pass ``name``, with min-max ranges; 0 without samples.
 
-    ``before`` is the noise before the pass, or None if it is unknown. If a tensor is empty in all samples, the noise
-    after the pass cannot be measured and is infinite.
+    The noise is the mean over samples and outputs, relative to the power of an output. ``before`` is the noise before
+    the pass, or None if it is unknown. If a tensor is empty in all samples, the noise after the pass cannot be measured
+    and is infinite.
     """
     if not samples:
         return 0.0, 0.0
@@ -517,10 +543,20 @@ def _min_max_noises(
     except NotCalibratedError as error:
         _log.info("%s was not applied, because the noise at the outputs cannot be measured: %s", name, error)
         return 0.0, inf
-    if noises[1] > noises[0]:
+    if not _is_better(*noises):
         percent = _percent(*noises)
-        _log.info("%s was not applied, because it would raise the noise at the outputs by %.0f %%", name, percent)
+        _log.info("%s was not applied, because it would change the noise at the outputs by %+.0f %%", name, percent)
     return noises
+
+
+def _is_better(before: float, after: float) -> bool:
+    """Return whether equalization or SmoothQuant removes enough noise.
+
+    >>> _is_better(0.1, 0.07), _is_better(1e-4, 0.7e-4), _is_better(1e-4, 0.4e-4)
+    (True, False, True)
+    """
+    limit = MAX_CHANGED_NOISE if before > NEGLIGIBLE_NOISE else MAX_CHANGED_NOISE_SAFE
+    return after <= limit * before
 
 
 def _percent(before: float, after: float) -> float:
@@ -528,12 +564,13 @@ def _percent(before: float, after: float) -> float:
 
 
 def _min_max_noise(graph_plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None) -> float:
-    """Measure the noise at the outputs with min-max ranges."""
+    """Measure the mean noise at the outputs with min-max ranges."""
     batches = open_batches(samples, inputs_of(graph_plan.model))
     groups = None if memory_budget is None else tensor_groups(graph_plan, batches, memory_budget)
     calibration = calibrate_groups(graph_plan, batches, groups, "minmax", False, None, tuple(samples))
     params = choose_params(graph_plan.placements(calibration.ranges), calibration, ())
-    return NoiseByLayer(graph_plan, params, samples).noise_without()
+    noise = NoiseByLayer(graph_plan, params, samples)
+    return noise.noise_without() / max(noise.count, 1)
 
 
 def _less_noise(

@@ -38,9 +38,11 @@ def corrected_biases(
     the mean errors are measured.
     """
     lines = {line.name: line for line in plan.quantized if line.type in CHANNEL_AXES}
+    layers = {name: plan.layers_by_name[name] for name in lines}
+    layers = {name: layer for name, layer in layers.items() if not layer.is_weight_only}
+    lines = {name: lines[name] for name in layers}
     if not lines:
         return {}
-    layers = {name: plan.layers_by_name[name] for name in lines}
     weights = {name: plan.graph.array(layer.weight) for name, layer in layers.items()}
     rounded = {name: fake_quantize(weights[name], plan.weight_params(line)) for name, line in lines.items()}
     shifts: dict[str, list[Array]] = {}  # mean errors, by layer

@@ -15,27 +15,29 @@ a detector improves their SQNR, but loses the detections.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from onnx import ModelProto
 
 from detent import observers as core
-from detent.checks import refuse_nan
 from detent.errors import NotCalibratedError, SpecError
 from detent.observers import MinMax, Observer
+from detent.onnx.calibration_items import Survey, observe_on_executor, survey_data
 from detent.onnx.decisions import QuantizerPlacement, RangeDecision, scaled
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.layer_error import IsolatedLayers, noise, power
 from detent.onnx.quality_warnings import DataSummary
-from detent.onnx.samples import SampleChooser
+from detent.onnx.samples import SampleChooser, choose_surveyed
+from detent.onnx.tensor_stream import TensorStream
 from detent.onnx_model.batches import Batches, BatchSource, open_batches
 from detent.onnx_model.graph import Graph, reads
 from detent.onnx_model.model_inputs import inputs_of
-from detent.onnx_model.sessions import record, split_by_bytes
+from detent.onnx_model.sessions import split_by_bytes
+from detent.onnx_model.workspace import Workspace, open_workspace
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.rule import ObserverLike, ObserverSpec, get_observer_spec
@@ -57,7 +59,6 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-FLOAT_FAILS = "the float model computes NaN on this batch: fix the model, or remove the batch"
 Feed = dict[str, Array]
 Progress = bool | Callable[[int, int | None], object]
 MAX_REMAINING_NOISE = 0.98  # clipping must remove at least 2 % of the noise
@@ -122,6 +123,8 @@ def calibrate(
     memory_budget: int | None = None,
     progress: Progress = False,
     resume_file: str | PathLike[str] | None = None,
+    executor: Executor | None = None,
+    work_directory: str | PathLike[str] | None = None,
 ) -> Calibration:
     """Observe all activations that a plan may quantize.
 
@@ -133,8 +136,13 @@ def calibrate(
         progress: whether to show a progress bar on a terminal, or a callback f(batches_done, total); total is None if
             unknown.
         resume_file: the file where calibration saves its state; if it exists, calibration resumes from it.
+        executor: runs the model on workers, see ``docs/howto/cluster.md``; the result has the same bits. None runs it
+            in this process.
+        work_directory: a directory that all workers see, for the model that they run, and for data in memory; required
+            with an executor.
 
     Raises:
+        WorkerError: a worker died, or differs from this process.
         SpecError: data holds no batches, or ``memory_budget`` needs several passes and data is a one-shot iterator.
         NaNError: a tensor contains NaN; the message names the tensor and the batch.
         NotCalibratedError: a tensor has no finite value in any batch.
@@ -148,7 +156,8 @@ def calibrate(
     """
     batches = data if isinstance(data, Batches) else open_batches(data, inputs_of(plan.model))
     groups = None if memory_budget is None else tensor_groups(plan, batches, memory_budget)
-    return calibrate_groups(plan, batches, groups, observer, progress, resume_file)
+    with open_workspace(executor, work_directory, None) as workspace:
+        return calibrate_groups(plan, batches, groups, observer, progress, resume_file, workspace=workspace)
 
 
 def calibrate_groups(
@@ -159,29 +168,57 @@ def calibrate_groups(
     progress: Progress,
     resume_file: str | PathLike[str] | None,
     samples: tuple[Feed, ...] | None = None,
+    workspace: Workspace | None = None,
+    survey: Survey | None = None,
 ) -> Calibration:
     """Observe tensors with one pass over the data per group; ``groups=None`` observes all tensors in one pass.
 
-    ``samples`` are the result of ``choose_samples``; None chooses them in the first pass.
+    ``samples`` are the result of ``choose_samples``; None chooses them in the first pass. With a workspace, workers run
+    the model. ``survey`` has the facts about ``batches``, if they were surveyed before.
     """
     placements = plan.placements()
-    observers = _observers(plan, placements, observer)
-    sampled = _SampledBatches(batches, None if samples else SampleChooser(plan.model, batches.inputs))
+    specs = _observer_specs(plan, placements, observer)
+    observers = {name: spec.make() for name, spec in specs.items()}
     groups = [list(observers)] if groups is None else groups
     check_passes(groups, resume_file)
+    group_of = {each.tensor: each.group for each in placements}
+    scaled = {each.tensor: (group_of[each.source_tensor], each.factor) for each in placements if each.source_tensor}
+    if workspace is None:
+        sampled = _observe_here(plan, batches, groups, observers, progress, resume_file, samples)
+        chosen = samples or sampled.samples
+        return Calibration(observers, chosen, sampled.count, batches.fingerprint(), scaled, sampled.summary)
+    model = workspace.add_model(plan.model)
+    if survey is None:
+        batches = workspace.in_files(batches)
+        survey = survey_data(workspace, model, batches)
+    for names in groups:
+        part, texts = {name: observers[name] for name in names}, {name: str(specs[name]) for name in names}
+        observe_on_executor(workspace, model, batches, survey, part, texts, progress, resume_file)
+    chosen = samples or choose_surveyed(plan.model, batches, survey.facts)
+    return Calibration(observers, chosen, len(survey.facts), survey.fingerprint, scaled, survey.summary)
+
+
+def _observe_here(
+    plan: GraphPlan,
+    batches: Batches,
+    groups: Sequence[Sequence[str]],
+    observers: Mapping[str, Observer],
+    progress: Progress,
+    resume_file: str | PathLike[str] | None,
+    samples: tuple[Feed, ...] | None,
+) -> "_SampledBatches":
+    """Observe tensors in this process; return the batches that were read."""
+    sampled = _SampledBatches(batches, None if samples else SampleChooser(plan.model, batches.inputs))
     for number, names in enumerate(groups):
         part = {name: observers[name] for name in names}
         source: Iterable[Feed] = sampled if not number else batches
-        stream = _Stream(plan.model, list(names), source, part, batches.count)
+        stream = TensorStream(plan.model, list(names), source, part, batches.count)
         core.calibrate(
             iter(stream) if batches.count is None else stream, part, progress=progress, resume_file=resume_file
         )
     if not sampled.count:
         raise NotCalibratedError("got no calibration batches, expected at least one: pass batches as data")
-    group_of = {each.tensor: each.group for each in placements}
-    scaled = {each.tensor: (group_of[each.source_tensor], each.factor) for each in placements if each.source_tensor}
-    chosen = samples or sampled.samples
-    return Calibration(observers, chosen, sampled.count, batches.fingerprint(), scaled, sampled.summary)
+    return sampled
 
 
 def check_passes(groups: Sequence[Sequence[str]], resume_file: str | PathLike[str] | None) -> None:
@@ -193,12 +230,12 @@ def check_passes(groups: Sequence[Sequence[str]], resume_file: str | PathLike[st
         )
 
 
-def _observers(
+def _observer_specs(
     plan: GraphPlan, placements: Sequence[QuantizerPlacement], observer: ObserverLike | None
-) -> dict[str, Observer]:
+) -> dict[str, ObserverSpec]:
     default = get_observer_spec("mse" if observer is None else observer)
     by_group = observers_of_rules(plan, placements)
-    return {each.tensor: by_group.get(each.group, default).make() for each in placements if not each.source_tensor}
+    return {each.tensor: by_group.get(each.group, default) for each in placements if not each.source_tensor}
 
 
 def observers_of_rules(plan: GraphPlan, placements: Iterable[QuantizerPlacement]) -> dict[str, ObserverSpec]:
@@ -209,8 +246,9 @@ def observers_of_rules(plan: GraphPlan, placements: Iterable[QuantizerPlacement]
     by_group: dict[str, ObserverSpec] = {}
     for layer in plan.quantized:
         if layer.observer is not None and layer.input is not None:
-            for group in groups_of[plan.layers_by_name[layer.name].data]:
-                by_group.setdefault(group, layer.observer)
+            for tensor in plan.layers_by_name[layer.name].activations:
+                for group in groups_of[tensor]:
+                    by_group.setdefault(group, layer.observer)
     return by_group
 
 
@@ -231,35 +269,6 @@ class _SampledBatches:
             if self.chooser is not None:
                 self.chooser.add(feed)
             yield feed
-
-
-class _Stream:
-    """Iterable of dicts of tensors by name, one per batch; checks a batch for NaN after the caller has observed it."""
-
-    def __init__(
-        self,
-        model: ModelProto,
-        names: list[str],
-        feeds: Iterable[Feed],
-        observers: Mapping[str, Observer],
-        count: int | None,
-    ) -> None:
-        self.model, self.names, self.feeds, self.observers, self.count = model, names, feeds, observers, count
-
-    def __len__(self) -> int:
-        return self.count or 0
-
-    def __iter__(self) -> Iterator[Feed]:
-        order = {name: i for i, node in enumerate(self.model.graph.node) for name in node.output}
-        names = sorted(self.names, key=lambda name: order.get(name, -1))
-        before = {name: self.observers[name].nonfinite for name in names}
-        for number, tensors in enumerate(record(self.model, self.names, self.feeds)):
-            yield tensors
-            for name, count in before.items():  # in graph order, so that the first tensor with NaN is named
-                if self.observers[name].nonfinite > count:
-                    refuse_nan(f"tensor {name!r} of batch {number}", tensors[name], FLOAT_FAILS)
-                    before[name] = self.observers[name].nonfinite
-            tensors.clear()  # free the tensors before the model runs on the next batch
 
 
 def observed_tensors(plan: GraphPlan) -> list[str]:
@@ -369,18 +378,25 @@ def choose_clipped(
     ``max_noise`` limits the noise at the layers that read a group, relative to the noise with the min-max range.
     """
     layers = plan.layers_by_name
-    leaving = _reaching_output(plan.graph, [layers[line.name].node.output[0] for line in plan.quantized])
+    leaving = _reaching_output(
+        plan.graph,
+        [layers[line.name].node.output[0] for line in plan.quantized if not layers[line.name].is_weight_only],
+    )
     group_of = {each.tensor: each.group for each in placements if not each.source_tensor}
     readers = defaultdict(list)  # layers that read the codes of a group, by group
+    of_matmuls = set[str]()  # groups that a matmul of two activations reads, which keep their min-max range
     for line in plan.quantized:
         data = layers[line.name].data
-        if line.input is not None and data in group_of:
+        if line.weight is None:
+            of_matmuls.update(group_of[each] for each in layers[line.name].activations if each in group_of)
+        elif line.input is not None and data in group_of:
             readers[group_of[data]].append(line.name)
     first_of_group = [each for each in placements if each.group == each.tensor and not each.source_tensor]
     clippable = [
         each
         for each in first_of_group
         if each.tensor not in leaving
+        and each.group not in of_matmuls
         and not isinstance(calibration.observers[calibration.source(each.group)[0]], MinMax)
     ]
     unread = {each.group for each in clippable if not readers[each.tensor]}

@@ -7,9 +7,11 @@ the same version of onnx.
 ====================== ===============================================================================================
 target, opset, IR      the runtime that the file is for, and the opset and IR version of the file
 constants              results of constant folding by ONNX Runtime; another machine may round them differently
-layers                 for each layer, specs, weight scales and corrected bias, or why the layer is kept in float
+layers                 for each layer, specs, weight scales and corrected bias, or why the layer is kept in float; in
+                       subgraphs, also the scale of its input
 equalized, smoothed    factors of cross-layer equalization and of SmoothQuant, in the order of application
 placements, ranges     the tensors with Q/DQ pairs, and their scales and zero points
+float16                whether float constants that are exact in float16 are stored in it
 onnx_version           version of the onnx package that converted the opset; other versions may convert differently
 source, data, recipe,  digests and texts for the metadata of the file; they do not change the file's graph
 options, written_by
@@ -57,7 +59,7 @@ Array = NDArray[Any]
 T = TypeVar("T")
 
 VERSION = 2  # version of Decisions and of its JSON
-REWRITE_VERSION = 5  # changes when qo.rewrite writes different bytes for the same decisions
+REWRITE_VERSION = 6  # changes when qo.rewrite writes different bytes for the same decisions
 MAX_ENTRIES = 1 << 20  # limit on layers, placements, ...; real models have thousands
 MAX_INDEX_RANK = 16
 MAX_BIAS_CODE = (1 << 31) - 1
@@ -177,16 +179,19 @@ class LayerDecision(_ComparedByContent):
     Attributes:
         name: name of its node.
         reason: why the layer is kept in float; "" if it is quantized.
-        weight: spec of its weight; None if the layer is kept in float.
-        input: spec of its input; None if the input is float or quantized dynamically.
-        weight_scale: scales of its weight, float32, one per parameter set; None if the layer is kept in float.
-        weight_zero_point: zero points of its weight, one per parameter set; None if the layer is kept in float.
+        weight: spec of its weight; None if the layer is kept in float, or is a matmul of two activations.
+        input: spec of its input, or of both inputs of a matmul of two activations; None if the input is float or
+            quantized dynamically.
+        weight_scale: scales of its weight, float32, one per parameter set; None if ``weight`` is None.
+        weight_zero_point: zero points of its weight, one per parameter set; None if ``weight`` is None.
         bias: corrected bias, as int32 codes or as float32; None keeps the model's bias. The scale of int32 codes is the
             input scale times the weight scale.
         input_range: smallest and largest input in the samples that bias correction used; None without a float32 bias.
         index_rank: rank of the indices of a Gather with per-group scales; None for all other layers.
         dynamic_input: spec of its input, if the file quantizes the input with the range of the current batch (dynamic
             quantization); None otherwise.
+        own_range: scale and zero point of its input, if the layer is in a subgraph or shares its weight with one; the
+            inputs of other layers have placements.
 
     >>> layer = LayerDecision("fc", "", QuantSpec("int8"), None, np.float32(0.5), np.int32(0))
     >>> layer.weight_params
@@ -205,6 +210,7 @@ class LayerDecision(_ComparedByContent):
     input_range: tuple[float, float] | None = None
     index_rank: int | None = None
     dynamic_input: QuantSpec | None = None
+    own_range: RangeDecision | None = None
 
     def __post_init__(self) -> None:
         for name in ("weight_scale", "weight_zero_point", "bias"):
@@ -215,12 +221,14 @@ class LayerDecision(_ComparedByContent):
     def _check(self) -> None:
         where, stored = f"layer {self.name!r}", (self.weight, self.weight_scale, self.weight_zero_point)
         if self.reason:
-            others = self.input, self.bias, self.input_range, self.index_rank, self.dynamic_input
+            others = self.input, self.bias, self.input_range, self.index_rank, self.dynamic_input, self.own_range
             if any(each is not None for each in (*stored, *others)):
                 raise SpecError(
                     f"{where} is kept in float ({self.reason}), but has specs or parameters: omit either the reason or "
                     "the specs and parameters"
                 )
+            return
+        if self.is_activation_matmul:
             return
         if any(each is None for each in stored):
             raise SpecError(
@@ -229,6 +237,8 @@ class LayerDecision(_ComparedByContent):
             )
         if self.input is not None and self.dynamic_input is not None:
             raise SpecError(f"{where} has input and dynamic_input: omit one of them")
+        if self.own_range is not None:
+            self._check_own_range(where, self.own_range)
         self._check_bias(where)
         if self.index_rank is not None and not 0 <= self.index_rank <= MAX_INDEX_RANK:
             raise SpecError(f"{where}: index_rank must be in 0..{MAX_INDEX_RANK}, got {self.index_rank}")
@@ -245,6 +255,14 @@ class LayerDecision(_ComparedByContent):
                 f"{where}: for {self.weight}, weight_scale must be float32 of shape {params.scale.shape}, got "
                 f"{params.scale.dtype} of shape {np.asarray(self.weight_scale).shape}"
             )
+
+    def _check_own_range(self, where: str, own_range: RangeDecision) -> None:
+        if self.input is None:
+            raise SpecError(f"{where} has own_range, but input is None: pass a spec as input=, or omit own_range")
+        try:
+            own_range.params(self.input)
+        except DetentError as error:
+            raise ParamsError(f"{where}: own_range: {error}") from error
 
     def _check_bias(self, where: str) -> None:
         bias = self.bias
@@ -268,14 +286,27 @@ class LayerDecision(_ComparedByContent):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the layer's weight is quantized."""
+        """Whether the layer is quantized."""
         return not self.reason
+
+    @property
+    def has_quantized_input(self) -> bool:
+        """Whether the layer's input is quantized, with a fixed scale or dynamically."""
+        return self.input is not None or self.dynamic_input is not None
+
+    @property
+    def is_activation_matmul(self) -> bool:
+        """Whether the layer is a quantized matmul of two activations, which has an input spec and nothing else."""
+        others = self.weight, self.weight_scale, self.weight_zero_point, self.bias, self.input_range
+        is_plain = all(each is None for each in (*others, self.index_rank, self.dynamic_input, self.own_range))
+        return is_plain and not self.reason and self.input is not None
 
     @cached_property
     def weight_params(self) -> QuantParams:
         """Quantization parameters of the layer's weight."""
         if self.weight is None or self.weight_scale is None:
-            raise SpecError(f"layer {self.name!r} has no weight parameters, because it is kept in float: {self.reason}")
+            why = f"it is kept in float: {self.reason}" if self.reason else "it is a matmul of two activations"
+            raise SpecError(f"layer {self.name!r} has no weight parameters, because {why}")
         return QuantParams(self.weight, self.weight_scale, self.weight_zero_point)
 
     def kept_in_float(self, reason: str) -> "LayerDecision":
@@ -401,6 +432,7 @@ class Decisions(_ComparedByContent):
         smoothed: SmoothQuant of tensors, in the order of application.
         placements: tensors with Q/DQ pairs, in graph order.
         ranges: scale and zero point of each group of placements, by the group's name.
+        float16: whether the file stores constants of float parts in float16, if their values are exact in it.
 
     >>> decisions = Decisions(target="openvino", layers=(LayerDecision("fc", "skipped"),))
     >>> decisions
@@ -430,6 +462,7 @@ class Decisions(_ComparedByContent):
     smoothed: tuple[Smoothed, ...] = ()
     placements: tuple[QuantizerPlacement, ...] = ()
     ranges: Mapping[str, RangeDecision] = field(default_factory=dict)
+    float16: bool = False
 
     def __post_init__(self) -> None:
         self._check_versions()
@@ -555,10 +588,12 @@ class Decisions(_ComparedByContent):
         """
         values = parse(text, "the JSON of decisions")
         check_version(values.get("version"), VERSION, "decisions")
+        values.setdefault("float16", False)  # earlier versions wrote neither it nor dynamic_input
         layers = values.get("layers")
         for each in layers if isinstance(layers, list) else ():
             if isinstance(each, dict):
-                each.setdefault("dynamic_input", None)  # earlier versions did not write it
+                each.setdefault("dynamic_input", None)
+                each.setdefault("own_range", None)
         return decode(cls, values, "decisions", LEAVES)
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from detent.onnx.float_fallback import NEGLIGIBLE_NOISE, NoiseByLayer, search_by_halves
 from detent.onnx.graph_plan import NO_KERNEL, GraphPlan, LayerPlan, Preference
 from detent.onnx_model.graph import Graph, reads, subgraphs
-from detent.onnx_model.sessions import FLOAT_NBYTES, tensor_nbytes
+from detent.onnx_model.sessions import FLOAT_NBYTES, tensor_shapes
 
 __all__ = [
     "LastLayers",
@@ -53,17 +53,23 @@ MIN_GAIN = 0.02  # a layer gets 8 bits only if this removes at least this share 
 
 
 def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:
-    """Count the multiplications of each quantized layer on a batch, by layer name; 0 for a Gather."""
+    """Count the multiplications of each quantized layer on a batch, by layer name.
+
+    The count of a Gather and of a weight-only layer is 0, because their weights have no influence on the time.
+    """
     layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
+    layers = {name: layer for name, layer in layers.items() if not layer.is_weight_only}
     # The count is output values times weights per output channel. For a ConvTranspose, it is input values times weights
-    # per input channel.
+    # per input channel. For a matmul of two activations, it is output values times the length of the rows of the first.
     is_spread = {name: layer.node.op_type == "ConvTranspose" for name, layer in layers.items()}
     tensors = {name: layer.data if is_spread[name] else layer.node.output[0] for name, layer in layers.items()}
-    sizes = tensor_nbytes(plan.model, list(dict.fromkeys(tensors.values())), feed)
+    rows = [layer.data for layer in layers.values() if layer.second]
+    shapes = tensor_shapes(plan.model, list(dict.fromkeys((*tensors.values(), *rows))), feed)
     counts = {line.name: 0.0 for line in plan.quantized}
     for name, layer in layers.items():
         axis = 0 if is_spread[name] else layer.axis
-        counts[name] = sizes[tensors[name]] / FLOAT_NBYTES * (prod(layer.shape) / layer.shape[axis])
+        per_value = shapes[layer.data][-1] if layer.second else prod(layer.shape) / layer.shape[axis]
+        counts[name] = float(prod(shapes[tensors[name]]) * per_value)
     return counts
 
 

@@ -16,7 +16,7 @@ first, and only noisy groups are split further.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -26,7 +26,9 @@ from onnx import TensorProto
 
 from detent.onnx.graph_plan import GraphPlan, LayerPlan
 from detent.onnx.layer_error import ReferenceOutputs, Switch, SwitchableModel
+from detent.onnx.noise_items import RemoteNoise
 from detent.onnx_model.sessions import array_outputs
+from detent.onnx_model.workspace import Workspace
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.spec import QuantSpec
@@ -67,7 +69,7 @@ def choose_float(
     spare = MAX_WEIGHT_SHARE * plan.nbytes_before
     total_work = sum(work.values()) or 1.0
     required = {
-        name: _required_gain(size / plan.nbytes_before, work.get(name, 0.0) / total_work)
+        name: _required_gain(size / max(1, plan.nbytes_before), work.get(name, 0.0) / total_work)
         for name, size in sizes.items()
     }
     kept: dict[str, float] = {}
@@ -79,7 +81,7 @@ def choose_float(
         alone = {name: each for name, each in alone.items() if each >= MIN_NOISE_SHARE * remaining}
         if not alone:
             break
-        name = max(alone, key=lambda name: alone[name] / sizes[name])
+        name = max(alone, key=lambda name: alone[name] / max(1, sizes[name]))
         changed = replan([*kept, name])
         without = noise.noise_of(changed)
         if changed.quantized and without < (1 - required[name]) * remaining:
@@ -104,10 +106,16 @@ class NoiseByLayer:
     """Measurement of the noise at the outputs, relative to their power, with some layers quantized.
 
     The Q/DQ pair of an activation belongs to the layers that read the activation. If no layer reads it, the pair
-    belongs to the layer that computes it.
+    belongs to the layer that computes it. With a workspace, workers run the quantized model.
     """
 
-    def __init__(self, plan: GraphPlan, params: Mapping[str, QuantParams], samples: Sequence[Feed]) -> None:
+    def __init__(
+        self,
+        plan: GraphPlan,
+        params: Mapping[str, QuantParams],
+        samples: Sequence[Feed],
+        workspace: Workspace | None = None,
+    ) -> None:
         self.layers = [line.name for line in plan.quantized]
         self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
         self._rounded: dict[tuple[str, QuantSpec | None], Array] = {}  # weights, by layer and spec
@@ -125,6 +133,11 @@ class NoiseByLayer:
             outputs = self._run(feed, self._all)
             self._references.leave_out(i, outputs)
             self._ratios[self._all, i] = self._references.noise(i, outputs)
+        self._new_params: dict[str, QuantParams] = {}  # set by set_params, by flag
+        self._remote: RemoteNoise | None = None
+        if workspace is not None and self._outputs and samples:
+            model, names = workspace.add_model(plan.model), list(self._weights)
+            self._remote = RemoteNoise(workspace, model, names, switches, plan.target.name, self._outputs, samples)
         if self._outputs and not self.count:
             _log.info("the noise at the outputs was not measured, because the shapes of all outputs depend on the data")
 
@@ -151,6 +164,7 @@ class NoiseByLayer:
         """Replace the parameters of some tensors in all further measurements."""
         for tensor, each in params.items():
             self._model.set_params(_flag(tensor), each)
+            self._new_params[_flag(tensor)] = each
         if params:
             self._ratios.clear()
 
@@ -173,18 +187,42 @@ class NoiseByLayer:
     def _noise_with(
         self, lines: Mapping[str, LayerPlan], params: Sequence[Mapping[str, QuantParams]], limit: float = inf
     ) -> float:
-        weights = {name: self._rounded_weight(name, lines.get(name, line)) for name, line in self._weights.items()}
+        used = {name: lines.get(name, line) for name, line in self._weights.items()}
         flags = [_flag(tensor) for tensor in self._owners]
         total = 0.0
-        prepared: dict[int, dict[str, Array]] = {}  # by identity: many samples share their parameters
-        for i, (feed, one) in enumerate(zip(self._samples, params, strict=True)):
-            if id(one) not in prepared:
-                prepared[id(one)] = self._model.prepared({_flag(tensor): each for tensor, each in one.items()})
-            outputs = self._model.run(self._outputs, feed, weights, flags, prepared[id(one)])
-            total += sum(self._references.noise(i, outputs))
+        for ratios in self._measured(used, flags, params, range(len(self._samples))):
+            total += sum(ratios)
             if total > limit:
                 break
         return total
+
+    def _measured(
+        self,
+        lines: Mapping[str, LayerPlan],
+        flags: Sequence[str],
+        params: Sequence[Mapping[str, QuantParams]],
+        samples: Sequence[int],
+    ) -> Iterator[list[float]]:
+        """Yield the noise of each output, sample by sample, with some weights and some Q/DQ pairs quantized.
+
+        ``params`` has new parameters of tensors, one dict per sample; samples may share a dict.
+        """
+        by_flag: dict[int, dict[str, QuantParams]] = {}  # by identity: many samples share their parameters
+        for one in params:
+            if id(one) not in by_flag:
+                by_flag[id(one)] = {_flag(tensor): each for tensor, each in one.items()}
+        if self._remote is not None:
+            by_flag = {key: {**self._new_params, **each} for key, each in by_flag.items()}
+            specs = {name: line.weight for name, line in lines.items() if line.weight is not None}
+            each_params = [by_flag[id(one)] for one in params]
+            for i, noises in zip(samples, self._remote.run(specs, flags, each_params, samples), strict=True):
+                yield self._references.relative(i, dict(enumerate(noises)))
+            return
+        weights = {name: self._rounded_weight(name, line) for name, line in lines.items()}
+        prepared = {key: self._model.prepared(each) for key, each in by_flag.items()}
+        for i, one in zip(samples, params, strict=True):
+            outputs = self._model.run(self._outputs, self._samples[i], weights, flags, prepared[id(one)])
+            yield self._references.noise(i, outputs)
 
     def noise(self, layers: Iterable[str], samples: int | None = None) -> float:
         """Measure the noise with only these layers quantized."""
@@ -214,10 +252,15 @@ class NoiseByLayer:
         return frozenset(names | {_flag(tensor) for tensor, owners in self._owners.items() if names & owners})
 
     def _noise(self, parts: frozenset[str], samples: int | None) -> float:
+        numbers = range(len(self._samples))[:samples]
+        missing = [i for i in numbers if (parts, i) not in self._ratios]
+        lines = {name: line for name, line in self._weights.items() if name in parts}
+        flags = [_flag(tensor) for tensor in self._owners if _flag(tensor) in parts]
+        unchanged: dict[str, QuantParams] = {}
+        for i, ratios in zip(missing, self._measured(lines, flags, [unchanged] * len(missing), missing), strict=True):
+            self._ratios[parts, i] = ratios
         total = 0.0
-        for i in range(len(self._samples))[:samples]:
-            if (parts, i) not in self._ratios:
-                self._ratios[parts, i] = self._references.noise(i, self._run(self._samples[i], parts))
+        for i in numbers:
             for ratio in self._ratios[parts, i]:
                 total += ratio
         return total
@@ -259,7 +302,7 @@ def _owners(plan: GraphPlan, tensor: str, names: Sequence[str]) -> frozenset[str
 
     If there are none, return the layer that computes the tensor, directly or through a Relu or Clip.
     """
-    readers = frozenset(name for name in names if plan.layers_by_name[name].data == tensor)
+    readers = frozenset(name for name in names if tensor in plan.layers_by_name[name].activations)
     if readers:
         return readers
     producer = plan.graph.producer(tensor)

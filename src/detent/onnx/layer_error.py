@@ -19,10 +19,11 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from detent.kernels import error_sum
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx_model.files import copied
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of
-from detent.onnx_model.layers import Layer
+from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, needs_clip
 from detent.onnx_model.sessions import make_session, ort_errors, record_in_parts
 from detent.onnx_model.targets import Target
@@ -37,6 +38,7 @@ __all__ = [
     "gain_db",
     "mean_power",
     "noise",
+    "output_noise",
     "part_of",
     "power",
 ]
@@ -71,7 +73,7 @@ class Probe:
 
 
 class IsolatedLayers:
-    """The quantized layers of a plan; each layer runs by itself, on a part of its input in each sample.
+    """The layers of a plan with quantized weights; each runs by itself, on a part of its input in each sample.
 
     When ``inputs`` is first called, the model runs on all samples and records the layers' inputs. ``memory_budget``
     limits the bytes that are recorded at once. With more samples, the part of the input that is used in each sample is
@@ -79,7 +81,9 @@ class IsolatedLayers:
     """
 
     def __init__(self, plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None = None) -> None:
-        self._layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
+        lines = [line for line in plan.quantized if line.weight is not None and line.type != "Gather"]
+        layers = {line.name: plan.layers_by_name[line.name] for line in lines}
+        self._layers = {name: layer for name, layer in layers.items() if not layer.is_weight_only}
         self._probes: dict[str, Probe] = {}
         self._inputs: list[dict[str, Array]] | None = None
         self._model, self._samples, self._budget = plan.model, samples, memory_budget
@@ -145,15 +149,20 @@ def _alone(node: NodeProto) -> ModelProto:
 
 
 def noise(reference: Array, result: Array) -> float:
-    """Compute the sum of the squared differences of two arrays."""
-    difference = (result - reference).ravel()
-    return float(difference @ difference)
+    """Compute the sum of the squared differences of two arrays; any number of threads gives the same bits."""
+    return error_sum("squared_error", np.ascontiguousarray(result), np.ascontiguousarray(reference))
 
 
 def power(x: Array) -> float:
-    """Compute the sum of the squared elements of an array."""
-    flat = x.ravel()
-    return float(flat @ flat)
+    """Compute the sum of the squared elements of an array; any number of threads gives the same bits."""
+    flat = np.ascontiguousarray(x)
+    return error_sum("square", flat, flat)
+
+
+def output_noise(reference: Array, quantized: Array) -> float | None:
+    """Compute the noise of an output; None if the shape differs, or the output is not float."""
+    old, new = _wide(reference), _wide(quantized)
+    return noise(old, new) if old.shape == new.shape and old.dtype == np.float32 else None
 
 
 def mean_power(signals: Sequence[Array]) -> float:
@@ -194,8 +203,17 @@ class ReferenceOutputs:
 
         If the shape of a quantized output differs from that of the float output, the noise is 1.
         """
-        pairs = ((i, self._outputs[sample][i], _wide(quantized[i])) for i in self._compared[sample])
-        return [noise(old, new) / self._powers[i] if old.shape == new.shape else 1.0 for i, old, new in pairs]
+        outputs = self._outputs[sample]
+        compared = self._compared[sample]
+        return self.relative(sample, {i: output_noise(outputs[i], quantized[i]) for i in compared})
+
+    def relative(self, sample: int, noises: Mapping[int, float | None]) -> list[float]:
+        """Divide the noise of each compared output of a sample by the mean power of the output.
+
+        ``noises`` has the results of ``output_noise`` by position of the output.
+        """
+        compared = ((i, noises[i]) for i in self._compared[sample])
+        return [1.0 if each is None else each / self._powers[i] for i, each in compared]
 
 
 def _wide(output: Array) -> Array:
@@ -238,12 +256,12 @@ class SwitchableModel:
         copy = copied(model)
         graph = Graph(copy)
         nodes = {graph.node_name(node): node for node in graph.nodes}
+        layers = {layer.name: layer for layer in layers_of(graph)}
         self.weights: dict[str, Array] = {}
         for label, names in weights.items():
             for name in names:
-                place = 0 if nodes[name].op_type == "Gather" else 1
-                self.weights.setdefault(label, graph.array(nodes[name].input[place]))
-                graph.set_input(nodes[name], place, _weight_input(label))
+                self.weights.setdefault(label, graph.array(layers[name].weight))
+                layers[name].set_weight(graph, _weight_input(label))
             kind, shape = TensorProto.FLOAT, self.weights[label].shape
             copy.graph.input.append(helper.make_tensor_value_info(_weight_input(label), kind, shape))
         self._target = target

@@ -16,7 +16,8 @@ The search starts from the normal result, with the layers that float fallback ke
 Each candidate is a complete model, which ONNX Runtime runs on all search samples with its own kernels. The limit is met
 if the upper end of the drop's 95 % confidence interval is within the limit (``MetricResult.largest_drop``), because
 the search stops as soon as a limit is met: without a margin, about half of all results would exceed the limit on new
-samples. At least one layer stays quantized, so the search can fail.
+samples. At least one layer stays quantized, so the search can fail. It then ends with the fewest bytes among all sets
+measured so far that reach at least nine tenths of the largest decrease of the drop.
 """
 
 import logging
@@ -35,6 +36,7 @@ from detent.onnx.float_fallback import NoiseByLayer
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx_model.batches import Batches, samples_in
 from detent.onnx_model.files import LoadedModel, ModelSource
+from detent.onnx_model.graph import Graph
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 from detent.tables import bytes_text
 
@@ -45,6 +47,7 @@ __all__ = [
     "ModelTrials",
     "SearchStep",
     "Trials",
+    "class_labels",
     "collect_outputs",
     "search_float_layers",
 ]
@@ -56,9 +59,11 @@ Feed = dict[str, Array]
 Layers = frozenset[str]
 Names = tuple[str, ...]
 
+WITHOUT_CLASSES = ("cosine", "iou")  # metrics whose labels are not classes
 MAX_DROP_REASON = "kept in float to meet max_drop"
 MAX_CANDIDATES = 8  # layers whose metric is measured in one step of the forward search
 MAX_SWAPS = 32  # swaps whose metric is measured
+MIN_DECREASE = 0.9  # of the largest decrease of the drop, for the result of a failed search
 TOLERANCE = 1e-9
 MAX_OUTPUT_BYTES = 4 << 30  # outputs of one model on all samples
 MAX_KEPT_BYTES = 1 << 30  # batches up to this size are read once; larger data are read for each candidate
@@ -141,13 +146,38 @@ class MetricGoal(NamedTuple):
         labels: Array | None,
         max_drop: float | None,
     ) -> "MetricGoal":
-        """Run the float model on all batches; fail early if the metric or the labels do not fit its outputs."""
+        """Run the float model on all batches; fail early if the metric or the labels do not fit its outputs.
+
+        Without ``labels``, those of ``class_labels`` are used.
+        """
+        labels = class_labels(model, batches, metric) if labels is None else labels
         feeds, names = _kept(batches), array_outputs(model.proto)
         return cls(MetricComparison(metric, *collect_outputs(model, names, feeds), labels), feeds, names, max_drop)
 
     def measure(self, model: ModelSource) -> MetricResult:
         """Measure the metric of a quantized model."""
         return self.comparison.measure(collect_outputs(model, self.names, self.feeds).outputs)
+
+
+def class_labels(model: LoadedModel, batches: Batches, metric: MetricLike | None) -> Array | None:
+    """Return the labels of a directory whose sub-directories are classes; None if they cannot be used.
+
+    They are used if the first output has shape (N, C) with one column per sub-directory, and the metric is "top1" or
+    "auto" or a function. A note in the batches says which labels are used, or why there are none.
+    """
+    if not batches.classes or metric in WITHOUT_CLASSES:
+        return None
+    graph, names = Graph(model.proto), array_outputs(model.proto)
+    shape = graph.shape(names[0]) if names else None
+    columns = shape[1] if shape is not None and len(shape) == 2 else None
+    directories = f"{len(batches.classes)} sub-directories"
+    if columns != len(batches.classes):
+        classes = "no known number of classes" if columns is None else f"{columns} classes"
+        batches.add_note(f"labels: none (--labels), because the data have {directories}, but the model {classes}")
+        return None
+    first, last = batches.classes[0], batches.classes[-1]
+    batches.add_note(f"labels: {directories} in sorted order, from 0 ({first}) to {columns - 1} ({last})")
+    return batches.labels
 
 
 class Trials(Protocol):
@@ -211,7 +241,10 @@ class _Search:
         return self._trials.result(layers)
 
     def forward(self) -> None:
-        """Keep one layer after the other in float, and end with the smallest set that meets the limit, if any."""
+        """Keep one layer after the other in float, and end with the smallest set that meets the limit.
+
+        If no set meets the limit, end with a small set that comes close to the smallest drop.
+        """
         if self.is_met(self.layers):
             return
         best: tuple[list[str], int] | None = None  # added layers, and bytes
@@ -227,8 +260,19 @@ class _Search:
                 break
             name = self._densest(layers, names)
             layers, path = layers | {name}, [*path, name]
-        for name in path if best is None else best[0]:
+        for name in self._closest() if best is None else best[0]:
             self._change(name)
+
+    def _closest(self) -> list[str]:
+        """Return the layers to keep in float if the search fails; see the module docstring."""
+        start = self._result(self.layers).largest_drop
+        drops = {layers: self._trials.result(layers).largest_drop for layers in self._measured}
+        limit = start - MIN_DECREASE * (start - min(drops.values())) + TOLERANCE
+        chosen = min(
+            (layers for layers, drop in drops.items() if drop <= limit),
+            key=lambda layers: (self._trials.nbytes(layers), drops[layers], sorted(layers)),
+        )
+        return [name for name in self._candidates if name in chosen - self.layers]
 
     def _densest(self, layers: Layers, names: Sequence[str]) -> str:
         """Return the layer that lowers the drop the most per byte, or the first if no layer clearly lowers it."""

@@ -6,6 +6,7 @@
   and constants that the model lists as inputs. Outputs that are larger than the constants they are computed from stay
   nodes, because they would enlarge the file.
 - Every node has a unique name.
+- Weights of layers in subgraphs are constants of the main graph (``subgraph_weights``).
 - Batch norms, and constants that are added or multiplied after a layer, are folded into the layer. Constants that no
   node reads are removed.
 - A MatMul of 2-D data and the Add of its bias are merged into a Gemm. ONNX Runtime would merge them too, but then it
@@ -30,6 +31,7 @@ from onnx import GraphProto, ModelProto, NodeProto, defs, helper, numpy_helper, 
 from detent.errors import SpecError, UnsupportedError
 from detent.onnx.batchnorm import fold
 from detent.onnx.half_precision import is_float16, widen
+from detent.onnx.subgraph_weights import hoist_weights
 from detent.onnx_model.files import ModelSource, load
 from detent.onnx_model.graph import BITS, MAIN, MOVING, QUANTIZERS, Graph, array_of, attribute_of, subgraphs
 from detent.onnx_model.layers import WEIGHTED
@@ -72,7 +74,8 @@ def convert(
         converted.metadata_props.extend(
             each for each in model.metadata_props if each.key not in {old.key for old in converted.metadata_props}
         )
-    needed_ir = min(max(converted.ir_version, 8 if opset < BLOCKED_OPSET else NEWEST_IR), NEWEST_IR)
+    is_old = max(own_opset, opset) < BLOCKED_OPSET
+    needed_ir = min(max(converted.ir_version, 8 if is_old else NEWEST_IR), NEWEST_IR)
     if ir_version not in {None, needed_ir}:
         raise SpecError(f"decisions: ir_version must be {needed_ir} for this model, got {ir_version}")
     converted.ir_version = needed_ir
@@ -180,6 +183,7 @@ def to_normal_form(
     _name_nodes(graph)
     _drop_identities(graph)
     computed = _compute_constants(graph, constants)
+    hoist_weights(graph, _run_alone)
     _transpose_weights(graph)
     _flatten_biases(graph)
     fold(graph)

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -31,7 +32,7 @@ from detent.model_metric import MetricLike, MetricResult, get_metric, parse_drop
 from detent.onnx.accuracy_passes import Decided, Effort, KeepFloat, Options, RunOptions, decide_with_data, reject_empty
 from detent.onnx.calibration import Progress
 from detent.onnx.decisions import Decisions
-from detent.onnx.graph_plan import NO_KERNEL, GraphPlan, Preference, RecipeLike, plan
+from detent.onnx.graph_plan import NO_KERNEL, WEIGHT_ONLY, GraphPlan, Preference, RecipeLike, plan
 from detent.onnx.metric_search import MetricGoal, MetricSearch
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import listening, running
@@ -50,6 +51,7 @@ from detent.onnx_model.sessions import (
     runtime_record,
 )
 from detent.onnx_model.targets import Target, get_target
+from detent.onnx_model.workspace import open_workspace
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike
 from detent.scale_mode import PerBatch
@@ -76,7 +78,7 @@ class LayerReport:
     Attributes:
         name: name of its node.
         type: operator of its node.
-        weight: spec of its weight; "" if the layer is kept in float.
+        weight: spec of its weight; "" if the layer is kept in float, or is a matmul of two activations.
         input: spec of its input, followed by "dynamic" for dynamic quantization; "" if the input is float.
         reason: why the layer is kept in float; "" if it is quantized.
         kernel: the operator that ONNX Runtime runs for the layer on this machine; "" if it is kept in float.
@@ -109,8 +111,9 @@ class LayerReport:
             text = (
                 "an embedding, which dequantizes the rows it looks up" if is_embedding else "the layer's input is float"
             )
-            return self.note if self.note.startswith(NO_KERNEL) else text
-        return self.note or f"ONNX Runtime runs this layer as {self.kernel or self.type} on this machine"
+            return self.note if self.note.startswith((NO_KERNEL, WEIGHT_ONLY)) else text
+        note = self.note if self.weight else ""
+        return note or f"ONNX Runtime runs this layer as {self.kernel or self.type} on this machine"
 
 
 @dataclass(frozen=True, repr=False)
@@ -244,9 +247,12 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     smooth: bool = True,
     prefer: Preference = "balanced",
     effort: Effort = "balanced",
+    float16: bool = False,
     memory_budget: int | None = None,
     progress: Progress | None = None,
     resume_file: str | PathLike[str] | None = None,
+    executor: Executor | None = None,
+    work_directory: str | PathLike[str] | None = None,
     seed: int = 0,
     force: bool = False,
     compare: bool = True,
@@ -280,14 +286,21 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             that lose the most accuracy get 8 bits. "speed" stores all weights with 7 bits, "accuracy" all with 8 bits.
             Targets for VNNI always store 8 bits, because fast kernels with VNNI are exact at 8 bits. "accuracy" also
             keeps the outputs of last convolutions in float, for all targets. "speed" also keeps ConvTranspose layers in
-            float if the runtime has no integer kernel for them.
+            float if the runtime has no integer kernel for them, and quantizes large matmuls of two activations.
         effort: how much is measured. "fast" compares candidates only at single layers, and has no float fallback.
             "balanced" also measures the noise at the outputs, on 2 samples of a large model, up to 32 of a small one.
             "best" uses 32 samples of models up to 3 billion multiplications.
+        float16: store constants of float parts in float16, if their values are exact in it, as in float16 models. The
+            file is smaller, and its outputs are the same.
         memory_budget: maximum bytes of activations in memory; a small budget needs several passes over the data.
         progress: whether to show a progress bar on a terminal (None means True), or a callback f(batches_done, total);
             total is None if unknown.
         resume_file: the file where calibration saves its state; if it exists, calibration resumes from it.
+        executor: anything with the interface of ``concurrent.futures.Executor``, such as a ProcessPoolExecutor or
+            ``detent.cluster.ray_executor()``. Its workers read the data, calibrate, and measure noise; the file has the
+            same bytes as without an executor.
+        work_directory: a directory that all workers see, for the model that they run; None for the directory of the
+            model. Data in memory are written to this directory, so they need one.
         seed: random seed for choosing the rows on which SmoothQuant is evaluated.
         force: accept a model that is already quantized.
         compare: run both models on up to 32 calibration samples and report ``output_sqnr_db``.
@@ -298,7 +311,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             that fits the first output, compared with the float model.
         eval_data: batches on which the metric is measured, also by the search; by default, the calibration data. To
             evaluate on samples that the search has not seen, use ``qe.quantize_and_evaluate``.
-        labels: one label per sample of ``eval_data``, for the metric.
+        labels: one label per sample of ``eval_data``, for the metric; by default, the classes of its sub-directories,
+            if the model has as many.
 
     Raises:
         NotCalibratedError: the recipe quantizes activations, and ``data`` is missing.
@@ -321,7 +335,9 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     ('small.w8a8.onnx', 'MatMulIntegerToFloat')
     """
     start = time.perf_counter()
-    options = Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort)
+    options = Options(
+        observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort, float16=float16
+    )
     metric_options = MetricOptions.of(max_drop, metric, eval_data, labels)
     rules, target = get_recipe(recipe), get_target(target)
     path = _output_path(model, output, recipe)
@@ -329,9 +345,10 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     passes: dict[str, float] = {}
     with listening(lambda name, seconds: passes.update({name: passes.get(name, 0.0) + seconds})):
         original = _load(model)
-        run = RunOptions(memory_budget, progress, resume_file)
         batches = _checked_data(original, data, rules)
-        decided = _decide(original, batches, rules, target, options, run, metric_options, force=force)
+        with open_workspace(executor, work_directory, original.path) as workspace:
+            run = RunOptions(memory_budget, progress, resume_file, workspace)
+            decided = _decide(original, batches, rules, target, options, run, metric_options, force=force)
         with running("rewriting"):
             quantized = rewrite(original, decided.decisions)
         samples = decided.samples if compare else ()
@@ -386,9 +403,12 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     smooth: bool = True,
     prefer: Preference = "balanced",
     effort: Effort = "balanced",
+    float16: bool = False,
     memory_budget: int | None = None,
     progress: Progress | None = None,
     resume_file: str | PathLike[str] | None = None,
+    executor: Executor | None = None,
+    work_directory: str | PathLike[str] | None = None,
     seed: int = 0,
     force: bool = False,
     max_drop: float | str | None = None,
@@ -408,13 +428,16 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     >>> decisions.layers[0].weight_scale, decisions.ranges["x"].observed_range
     (array([1.], dtype=float32), (51.0, 51.0))
     """
-    options = Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort)
+    options = Options(
+        observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer, effort, float16=float16
+    )
     metric_options = MetricOptions.of(max_drop, metric, eval_data, labels)
     recipe, target = get_recipe(recipe), get_target(target)
-    run = RunOptions(memory_budget, progress, resume_file)
     original = _load(model)
     batches = _checked_data(original, data, recipe)
-    return _decide(original, batches, recipe, target, options, run, metric_options, force=force).decisions
+    with open_workspace(executor, work_directory, original.path) as workspace:
+        run = RunOptions(memory_budget, progress, resume_file, workspace)
+        return _decide(original, batches, recipe, target, options, run, metric_options, force=force).decisions
 
 
 @dataclass(frozen=True)
@@ -498,6 +521,7 @@ def _decide(
         recipe=recipe.to_json(),
         options=options.to_json(),
         constants=prepared.constants,
+        float16=options.float16,
     )
     if batches is not None:
         return decide_with_data(facts, graph_plan, batches, options, run, original, goal)

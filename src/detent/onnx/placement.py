@@ -5,8 +5,9 @@ output of a quantized Conv or Gemm, or of the Relu or Clip after that layer. It 
 LeakyRelu, average pools and Concat. A tensor of a chain has one Q/DQ pair, which all nodes that read the tensor share.
 
 A tensor outside of chains gets a Q/DQ pair only for the quantized layers that read it. So the input of a MatMul is
-quantized, and the output of the MatMul is not. Attention, normalization and activation functions are kept in float. A
-tensor on which no quantized layer depends is also kept in float.
+quantized, and the output of the MatMul is not. Normalization and activation functions are kept in float, and so is
+attention, unless a plan quantizes both inputs of its matmuls. A tensor on which no quantized layer depends is also kept
+in float.
 
 The output of an operator that only moves data (MaxPool, Reshape, Transpose, ...) has the parameters of its input. A
 multiplication by a positive constant keeps the codes and changes only the scale, at no run-time cost. Other scalar
@@ -64,7 +65,8 @@ class _Placer:
         self.by_node = {id(layer.node): layer for layer in layers.values()}
         self.readers: dict[str, list[str]] = {}
         for name in specs:
-            self.readers.setdefault(layers[name].data, []).append(name)
+            for tensor in layers[name].activations:
+                self.readers.setdefault(tensor, []).append(name)
         self.last_nodes = {id(layers[name].node) for name in last_layers}
         self.leading = self._leading()
         self.chain: dict[str, QuantizerPlacement] = {}

@@ -17,7 +17,7 @@ constant-data         every input has the same value in all samples
 unscaled-data         an input holds integers up to 255, but the weights of its layer expect small values
 float-layers          layers in float, or on float kernels, hold over 10 % of the weight bytes
 padded-weights        a weight has fewer bits than the type that stores it
-max-drop              the metric drops by more than max_drop
+max-drop              the metric drops by more than max_drop, or one sample counts more than max_drop
 target                the target does not suit this CPU
 not-run               a check could not run
 ===================== ==========================================================================================
@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.metrics import OutputComparison, worst_output
-from detent.onnx.graph_plan import PADDED, GraphPlan, LayerPlan
+from detent.onnx.graph_plan import PADDED, WEIGHT_ONLY, GraphPlan, LayerPlan
 from detent.onnx.metric_search import MetricSearch
 from detent.onnx_model.batches import samples_in
 from detent.onnx_model.graph import MOVING, trace_back
@@ -121,6 +121,19 @@ class DataSummary:
                 else:
                     self.integers.discard(name)
 
+    def merge(self, other: "DataSummary") -> None:
+        """Add the batches of another summary."""
+        self.samples += other.samples
+        for name, (lo, hi) in other.ranges.items():
+            if name not in self.ranges:
+                self.ranges[name] = lo, hi
+                self.integers |= other.integers & {name}
+                continue
+            own = self.ranges[name]
+            self.ranges[name] = min(own[0], lo), max(own[1], hi)
+            if name not in other.integers:
+                self.integers.discard(name)
+
 
 def quantize_warnings(
     plan: GraphPlan,
@@ -167,12 +180,19 @@ def accuracy_warnings(comparison: OutputComparison) -> Iterator[QuantizeWarning]
 
 
 def drop_warnings(search: MetricSearch | None) -> Iterator[QuantizeWarning]:
-    """Yield a warning if the search for ``max_drop`` failed on its samples."""
+    """Yield a warning if the search for ``max_drop`` failed on its samples, and one if it has too few samples."""
     if search is not None and not search.is_met:
         after, count = search.after, counted(search.after.samples, "search sample", ",")
         text = (
             f"no set of layers in float meets max_drop {search.max_drop:g} on {count}: {after.name} is {after}; pass "
             "more samples, a larger max_drop, or a recipe with more bits"
+        )
+        yield QuantizeWarning("max-drop", text)
+    if search is not None and search.after.name.startswith("top1") and 0 < search.max_drop * search.after.samples < 1:
+        count, share = counted(search.after.samples, "search sample", ","), 1 / search.after.samples
+        text = (
+            f"max_drop {search.max_drop:g} is less than one of {count} ({share:.4f}), so one changed class exceeds it: "
+            "pass more samples, or a larger max_drop"
         )
         yield QuantizeWarning("max-drop", text)
 
@@ -237,9 +257,11 @@ def _layer_warnings(plan: GraphPlan, layers: Sequence[LayerRow]) -> Iterator[Qua
 def _runs_as_planned(layer: LayerRow, line: LayerPlan, *, has_inputs: bool) -> bool:
     """Return whether a layer runs on an integer kernel.
 
-    For embeddings, which have no such kernel, and for weight-only recipes, return whether the layer is quantized.
+    Embeddings, recurrent layers and layers in subgraphs have no such kernel. For these, and for weight-only recipes,
+    return whether the layer is quantized.
     """
-    return layer.runs_on_integer_kernel if has_inputs and line.type != "Gather" else not layer.reason
+    has_kernel = line.type != "Gather" and not line.note.startswith(WEIGHT_ONLY)
+    return layer.runs_on_integer_kernel if has_inputs and has_kernel else not layer.reason
 
 
 def float_layers_text(layers: Sequence[LayerRow], lines: Mapping[str, LayerPlan]) -> list[str]:

@@ -10,7 +10,7 @@ insertion. So the same model and decisions give the same bytes. If a new version
 changes ``decisions.REWRITE_VERSION``.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from detent.onnx.bias_correction import CorrectedBias
 from detent.onnx.calibration import Calibration, choose_params, range_decisions
 from detent.onnx.decisions import MAX_BIAS_CODE, Decisions, LayerDecision, QuantizerPlacement
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, activation_problem, dynamic_problem, weight_problem
+from detent.onnx.half_precision import store_float16
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.stored_decisions import to_metadata
 from detent.onnx_model.files import ModelSource, copied, load, load_model
@@ -34,7 +35,7 @@ from detent.onnx_model.graph import DEQUANTIZE, INTEGER_MATMUL, QUANTIZE, Graph,
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.ort_workarounds import guard_float, guard_pools, share_floats
 from detent.onnx_model.provenance import Provenance
-from detent.onnx_model.qdq_writer import DynamicCodes, QdqParams, QdqWriter, gather, integer_matmul, stored_codes
+from detent.onnx_model.qdq_writer import DynamicCodes, Names, QdqParams, QdqWriter, gather, integer_matmul, stored_codes
 from detent.onnx_model.targets import Container, Target, get_target
 from detent.ops import quantize
 from detent.params import QuantParams
@@ -47,8 +48,10 @@ __all__ = [
     "float_form",
     "insert",
     "layer_decisions",
+    "own_nodes",
     "placed",
     "readers_of",
+    "replace_layer",
     "rewrite",
     "stays_float",
     "write_quantizers",
@@ -216,7 +219,7 @@ def _layer_decision(
     plan: GraphPlan, line: LayerPlan, tensor_params: Mapping[str, QuantParams], corrected: CorrectedBias | None
 ) -> LayerDecision:
     if line.weight is None:
-        return LayerDecision(line.name, line.reason)
+        return LayerDecision(line.name, line.reason, input=line.input)
     layer, params = plan.layers_by_name[line.name], plan.weight_params(line)
     incoming = tensor_params.get(layer.data) if line.input is not None else None
     own = plan.graph.array(layer.bias) if layer.bias in plan.graph.constants else None
@@ -232,7 +235,9 @@ def _layer_decision(
     if layer.node.op_type == "Gather" and isinstance(line.weight.granularity, PerGroup):
         rank = len(plan.graph.shape(layer.data) or ())
     stored = params.scale, params.zero_point, replaced
-    return LayerDecision(line.name, "", line.weight, line.input, *stored, observed, rank, line.dynamic_input)
+    input_spec = None if layer.is_weight_only and line.own_range is None else line.input
+    decision = LayerDecision(line.name, "", line.weight, input_spec, *stored, observed, rank, line.dynamic_input)
+    return decision if line.own_range is None else replace(decision, own_range=line.own_range)
 
 
 def bias_scale(incoming: QuantParams, weight: QuantParams) -> Array:
@@ -269,22 +274,24 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
     """
     graph, target = Graph(model), get_target(decisions.target)
     layers = check_fits(graph, decisions)
+    own_constants = [name for name in graph.constants if name not in decisions.constants]
     writer = _Writer(graph, target, decisions)
     for placement in decisions.placements:
         if placement.source_tensor:
             writer.write_scaled(placement)
         else:
             writer.write_activation(placement)
-    nodes = {node.name: node for node in graph.nodes}
     for line in decisions.layers:
-        if line.is_quantized:
-            writer.write_layer(line, layers[line.name], nodes[line.name])
+        if line.weight is not None:
+            writer.write_layer(line, layers[line.name])
     guard_float(graph, [line.name for line in decisions.layers if line.is_quantized and line.input is None])
     if target.runtime == "onnxruntime":
         guard_pools(graph)
     share_floats(graph)
     _share_zero_points(graph)
     graph.drop_unread()
+    if decisions.float16:
+        store_float16(graph, own_constants)
     finished = graph.finish()
     del finished.graph.value_info[:]  # inferred shapes take a tenth of a small file, and runtimes infer them again
     clear_notes(finished.graph)
@@ -338,10 +345,15 @@ def _check_layers(graph: Graph, layers: Mapping[str, Layer], decisions: Decision
         )
     tensors = {each.tensor: each for each in decisions.placements}
     for each in decisions.layers:
-        if each.is_quantized:
-            problem = _layer_problem(graph, layers[each.name], each, tensors, get_target(decisions.target))
-            if problem:
-                raise SpecError(f"layer {each.name!r}: {problem}")
+        layer, problem = layers[each.name], ""
+        if layer.second:
+            problem = _matmul_problem(layer, each, tensors)
+        elif each.is_activation_matmul:
+            problem = "weight must be a spec, because the layer is not a matmul of two activations"
+        elif each.is_quantized:
+            problem = _layer_problem(graph, layer, each, tensors, get_target(decisions.target))
+        if problem:
+            raise SpecError(f"layer {each.name!r}: {problem}")
 
 
 def _layer_problem(
@@ -369,15 +381,41 @@ def _layer_problem(
     return ""
 
 
+def _matmul_problem(layer: Layer, line: LayerDecision, placements: Mapping[str, QuantizerPlacement]) -> str:
+    """Explain why a decision cannot be applied to a matmul of two activations; "" if it can."""
+    reading = [name for name in layer.activations if name in placements and line.name in placements[name].readers]
+    if not line.is_quantized:
+        return f"it is kept in float, but reads codes of {reading[0]!r}: remove it from readers=" if reading else ""
+    if line.input is None or not line.is_activation_matmul:
+        return "a matmul of two activations must have input=, and no weight, bias or dynamic input"
+    if activation_problem(line.input):
+        return activation_problem(line.input)
+    missing = [
+        name
+        for name in layer.activations
+        if name not in placements or not (placements[name].is_read_by_all or name in reading)
+    ]
+    if missing:
+        return (
+            f"input= is a spec, but {missing[0]!r} has no placement for this layer: add a placement, add the layer to "
+            "the placement's readers=, or keep the layer in float"
+        )
+    return ""
+
+
 def _input_problem(layer: Layer, line: LayerDecision, placement: QuantizerPlacement | None, target: Target) -> str:
     """Explain why the input of a layer cannot be quantized as decided; "" if it can."""
+    if layer.is_weight_only and line.has_quantized_input and not layer.has_integer_form:
+        return "input and dynamic_input must be None, because only the weight of this layer can be quantized"
+    if (line.own_range is not None) != (layer.is_weight_only and line.input is not None):
+        return "own_range must be a range if input= is a spec and the layer is in a subgraph, and otherwise None"
     if line.dynamic_input is not None and target.runtime != "onnxruntime":
         return f"dynamic_input must be None, because target {target.name!r} does not support dynamic quantization"
     if line.dynamic_input is not None:
         return dynamic_problem(line.dynamic_input, line.weight_params.spec, layer)
     if line.input is None:
         return ""
-    if activation_problem(line.input):
+    if activation_problem(line.input) or line.own_range is not None:
         return activation_problem(line.input)
     if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
         return (
@@ -453,6 +491,38 @@ def _scaled_problem(graph: Graph, placement: QuantizerPlacement, producer: NodeP
     return "" if placement.factor == factor else f"factor must be {factor!r}, got {placement.factor!r}"
 
 
+def own_nodes(
+    writer: QdqWriter, line: LayerDecision, layer: Layer, target: Target, weight: Names, qparams: QdqParams
+) -> list[NodeProto]:
+    """Make the nodes that replace a MatMul in a subgraph, or one that shares its weight with a subgraph.
+
+    They quantize the layer's input for this layer only. ``weight`` and ``qparams`` belong to the layer's weight.
+    """
+    graph, node, x = writer.graph, layer.node, layer.node.input[0]
+    if line.own_range is None or line.input is None:
+        quantize_x, codes = writer.dynamic(x)
+        return [quantize_x, *integer_matmul(graph, node, codes, weight, qparams)]
+    params = line.own_range.params(line.input)
+    x_qparams = QdqParams.of(params, target.activation_container(params.spec.format), 0)
+    stem = graph.fresh(f"{layer.name}_input")
+    pair = writer.pair(x, stem, writer.parameters(stem, x_qparams), x_qparams)
+    dequantized = graph.fresh(f"{layer.name}_weight_dq")
+    dequantize_weight = writer.dequantized(weight, dequantized, layer.weight, qparams)
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    copy.input[:] = [pair.dequantized, dequantized]
+    return [*pair.nodes, dequantize_weight, copy]
+
+
+def replace_layer(graph: Graph, layer: Layer, nodes: Sequence[NodeProto]) -> None:
+    """Put nodes in the place of a layer's node, in the main graph or in a subgraph."""
+    if layer.outer is not None:
+        graph.replace_in_subgraph(layer.node, nodes, layer.outer)
+        return
+    graph.remove([layer.node])
+    graph.insert(nodes)
+
+
 @dataclass
 class _StoredWeight:
     """Names of a quantized weight's constants and of its dequantized tensor."""
@@ -516,9 +586,9 @@ class _Writer:
         for node in readers:
             self._input_params[node.name] = params
 
-    def write_layer(self, line: LayerDecision, layer: Layer, node: NodeProto) -> None:
+    def write_layer(self, line: LayerDecision, layer: Layer) -> None:
         """Store a layer's weight as codes; if the layer's input is quantized, store the bias as codes, too."""
-        graph, params = self.graph, line.weight_params
+        graph, node, params = self.graph, layer.node, line.weight_params
         bias = graph.array(layer.bias) if layer.bias in graph.constants else None
         if line.bias is not None:
             bias = line.bias
@@ -527,10 +597,16 @@ class _Writer:
         if layer.node.op_type == "Gather":
             self._write_table(line, layer, node)
             return
+        if layer.is_weight_only and not line.has_quantized_input:
+            self._write_product(params, layer)
+            return
         is_dynamic = line.dynamic_input is not None
         min_bits = MIN_WEIGHT_BITS if is_dynamic or layer.node.op_type in {"Conv", "ConvTranspose"} else 4
         container = self.target.weight_container(params.spec, depthwise=layer.depthwise, min_bits=min_bits)
         stored = self._store(layer, params, container)
+        if line.own_range is not None or (is_dynamic and layer.outer is not None):
+            replace_layer(graph, layer, own_nodes(self._writer, line, layer, self.target, stored.names, stored.qparams))
+            return
         if is_dynamic:
             self._write_dynamic(stored, layer, node)
             return
@@ -541,6 +617,23 @@ class _Writer:
         incoming = self._input_params.get(line.name) if line.input is not None else None
         if bias is not None and incoming is not None:
             self._write_bias(node, layer, bias, bias_scale(incoming, params))
+
+    def _write_product(self, params: QuantParams, layer: Layer) -> None:
+        """Dequantize a weight by Cast and Mul, which ONNX Runtime computes once, when it loads the model.
+
+        ONNX Runtime would compute a DequantizeLinear in every run, and in every step of a loop.
+        """
+        container = self.target.weight_container(params.spec, depthwise=True)
+        key = layer.weight, params, container
+        if key not in self._stored:
+            weight = self.graph.array(layer.weight)
+            qparams = QdqParams.of(params, container, weight.ndim)
+            codes = stored_codes(quantize(weight, params).codes, params, qparams)
+            nodes, names = self._writer.product(layer.weight, codes, qparams)
+            self.graph.insert(nodes)
+            self.weight_names[names[0]] = layer.name
+            self._stored[key] = _StoredWeight(names, qparams, nodes[-1].output[0])
+        layer.set_weight(self.graph, self._stored[key].dequantized)
 
     def _write_dynamic(self, stored: _StoredWeight, layer: Layer, node: NodeProto) -> None:
         """Replace a matmul by a MatMulInteger; layers that read the same tensor share its DynamicQuantizeLinear."""

@@ -7,11 +7,10 @@ Otherwise, whole batches are samples.
 Accuracy passes fit their changes to one part of the samples, and evaluate them on the other part.
 """
 
-import hashlib
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,17 +18,17 @@ from onnx import ModelProto
 
 from detent.errors import UnsupportedError
 from detent.metrics import has_first_rows
-from detent.onnx_model.batches import Batches, can_cut, samples_in, update_digest
+from detent.onnx_model.batches import Batches, can_cut, digest_of, samples_in
 from detent.onnx_model.model_inputs import InputInfo, inputs_of
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 
-__all__ = ["SampleChooser", "Samples", "choose_samples"]
+__all__ = ["BatchFacts", "SampleChooser", "Samples", "choose_samples", "choose_surveyed"]
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
 
 MAX_SAMPLES, MAX_SAMPLE_BYTES = 32, 64 << 20  # limits on the samples that are kept in memory
-MAX_EVALUATED = 8  # limit on the samples on which fitted values are evaluated
+MAX_EVALUATED = 16  # limit on the samples on which fitted values are evaluated
 MAX_BATCHES = 8  # limit if whole batches are samples
 
 
@@ -52,7 +51,7 @@ class Samples(NamedTuple):
     def of(cls, samples: Sequence[Feed], max_samples: int, num_compared: int) -> "Samples":
         """Split at most ``max_samples`` samples into fitted and evaluated ones; the last ``num_compared`` are compared.
 
-        Fitted values are evaluated on at most ``num_compared`` samples, 8 samples, or half of all samples, but on at
+        Fitted values are evaluated on at most ``num_compared`` samples, 16 samples, or half of all samples, but on at
         least one sample.
         """
         samples = samples[:max_samples]
@@ -60,20 +59,48 @@ class Samples(NamedTuple):
         return cls(samples, samples[:count], samples[count:] or samples[-1:], samples[-max(num_compared, 1) :])
 
 
+KeptT = TypeVar("KeptT")
+
+
+class _SmallestHashes(Generic[KeptT]):
+    """The values with the smallest hashes, within limits on their number and their bytes."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[bytes, int, KeptT]] = []
+        self._nbytes = 0
+        self._end = b"\xff" * 33  # smallest dropped hash; initially larger than any hash
+
+    @property
+    def values(self) -> tuple[KeptT, ...]:
+        """The values, in the order of their hashes."""
+        return tuple(value for _, _, value in self._kept)
+
+    def accepts(self, key: bytes) -> bool:
+        """Whether a value with this hash may be kept; a hash that was added before is not accepted."""
+        return key < self._end and all(key != other for other, _, _ in self._kept)
+
+    def add(self, key: bytes, nbytes: int, value: KeptT, *, is_cut: bool | None) -> None:
+        """Add an accepted value, and drop the largest hashes beyond the limits."""
+        insort(self._kept, (key, nbytes, value), key=itemgetter(0))
+        self._nbytes += nbytes
+        limit = MAX_BATCHES if is_cut is False else MAX_SAMPLES
+        while len(self._kept) > limit or (self._nbytes > MAX_SAMPLE_BYTES and len(self._kept) > 1):
+            self._end, dropped, _ = self._kept.pop()
+            self._nbytes -= dropped
+
+
 class SampleChooser:
     """Collection of the samples with the smallest hashes in all added batches."""
 
     def __init__(self, model: ModelProto, inputs: Sequence[InputInfo]) -> None:
         self._model, self._inputs = model, inputs
-        self._kept: list[tuple[bytes, Feed]] = []
-        self._nbytes = 0
-        self._end = b"\xff" * 33  # smallest dropped hash; initially larger than any hash
+        self._hashes = _SmallestHashes[Feed]()
         self._is_cut: bool | None = None  # None until a batch with several samples was added
 
     @property
     def samples(self) -> tuple[Feed, ...]:
         """The samples, in the order of their hashes."""
-        return tuple(feed for _, feed in self._kept)
+        return self._hashes.values
 
     def add(self, feed: Feed) -> None:
         """Add the samples of a batch."""
@@ -84,19 +111,58 @@ class SampleChooser:
             self._add(feed)
             return
         for i in range(count):
-            self._add({name: array[i : i + 1] for name, array in feed.items()})
+            self._add(_sample(feed, i))
 
     def _add(self, sample: Feed) -> None:
-        digest = hashlib.sha256()
-        update_digest(digest, sample)
-        key = digest.digest()
-        if key < self._end and all(key != other for other, _ in self._kept):
-            insort(self._kept, (key, {name: np.array(array) for name, array in sample.items()}), key=itemgetter(0))
-            self._nbytes += _nbytes(sample)
-        limit = MAX_BATCHES if self._is_cut is False else MAX_SAMPLES
-        while len(self._kept) > limit or (self._nbytes > MAX_SAMPLE_BYTES and len(self._kept) > 1):
-            self._end, dropped = self._kept.pop()
-            self._nbytes -= _nbytes(dropped)
+        key = digest_of(sample)
+        if self._hashes.accepts(key):
+            copy = {name: np.array(array) for name, array in sample.items()}
+            self._hashes.add(key, _nbytes(sample), copy, is_cut=self._is_cut)
+
+
+class BatchFacts(NamedTuple):
+    """Facts about a batch: its hash, its bytes, and, if it can be cut, the hashes of its samples."""
+
+    digest: bytes
+    nbytes: int
+    samples: int
+    sample_digests: tuple[bytes, ...] = ()  # () for a batch of one sample, or a batch that cannot be cut
+
+    @classmethod
+    def of(cls, feed: Feed, inputs: Sequence[InputInfo]) -> "BatchFacts":
+        """Compute the hashes of a batch."""
+        count = samples_in(feed)
+        is_cut = count > 1 and can_cut(feed, inputs)
+        samples = tuple(digest_of(_sample(feed, i)) for i in range(count)) if is_cut else ()
+        return cls(digest_of(feed), _nbytes(feed), count, samples)
+
+
+def choose_surveyed(model: ModelProto, batches: Batches, facts: Iterable[BatchFacts]) -> tuple[Feed, ...]:
+    """Choose the samples that ``choose_samples`` would choose, from facts about all batches; read only these batches.
+
+    ``batches`` must give access by index.
+    """
+    hashes, is_cut = _SmallestHashes[tuple[int, int | None]](), None
+    for number, fact in enumerate(facts):
+        if is_cut is None and fact.samples > 1:
+            is_cut = bool(fact.sample_digests) and _computes_each_sample(model, batches.subset([number]).check_first())
+        parts: list[tuple[bytes, int, int | None]] = [(fact.digest, fact.nbytes, None)]
+        if is_cut and fact.sample_digests:
+            parts = [(each, fact.nbytes // fact.samples, i) for i, each in enumerate(fact.sample_digests)]
+        for key, nbytes, index in parts:
+            if hashes.accepts(key):
+                hashes.add(key, nbytes, (number, index), is_cut=is_cut)
+    numbers = sorted({number for number, _ in hashes.values})
+    feeds = dict(zip(numbers, batches.subset(numbers), strict=True))
+    return tuple(
+        {name: np.array(array) for name, array in _sample(feeds[number], index).items()}
+        for number, index in hashes.values
+    )
+
+
+def _sample(feed: Feed, index: int | None) -> Feed:
+    """Return one sample of a batch, or the whole batch for None."""
+    return feed if index is None else {name: array[index : index + 1] for name, array in feed.items()}
 
 
 def choose_samples(model: ModelProto, batches: Batches) -> tuple[Feed, ...]:

@@ -50,7 +50,8 @@ def choose(
     groups: dict[str, list[str]] = defaultdict(list)
     specs: dict[str, tuple[QuantSpec, QuantSpec]] = {}
     for line in plan.quantized:
-        if line.type in MATMULS and line.input is not None and line.weight is not None:
+        is_own = plan.layers_by_name[line.name].is_weight_only
+        if line.type in MATMULS and line.input is not None and line.weight is not None and not is_own:
             groups[plan.layers_by_name[line.name].data].append(line.name)
             specs[line.name] = line.input, line.weight
     if not groups or not samples:

@@ -36,7 +36,7 @@ from detent.onnx_model import array_data, image_data, sound_data, text_data
 from detent.onnx_model.data_files import DataFiles, DataListing, FileBatches, list_files
 from detent.onnx_model.model_inputs import Array, Feed, InputInfo, check_input_names
 
-__all__ = ["KINDS", "BatchSource", "Batches", "DataKind", "can_cut", "open_batches", "samples_in", "update_digest"]
+__all__ = ["KINDS", "BatchSource", "Batches", "DataKind", "can_cut", "digest_of", "open_batches", "samples_in"]
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ class Batches:
 
     ``count`` is the number of batches, None if the source has no length. Error messages begin with ``name`` and the
     index of the batch. ``numbers`` are the indices of the batches to use, in ascending order; None uses all batches.
-    ``classes`` are the names of the classes of image and sound directories.
+    ``classes`` are the names of the classes of image and sound directories. ``files`` describes data in files, so that
+    another process can open the same batches; None for data in memory.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class Batches:
         numbers: Sequence[int] | None = None,
         classes: Sequence[str] = (),
         note: str = "",
+        files: DataFiles | None = None,
     ) -> None:
         self.inputs = tuple(inputs)
+        self.files = files
         self.is_repeatable = is_repeatable
         self.count = count if numbers is None else len(numbers)
         self.numbers = numbers
@@ -99,7 +102,7 @@ class Batches:
         self._labels: dict[int, Array] = {}
         self._notes: dict[str, None] = {}
         if note:
-            self._add_note(note)
+            self.add_note(note)
         self._begun: Iterator[tuple[int, Batch]] | None = None
         self._is_spent = False
         self._digest: Any = None
@@ -113,7 +116,9 @@ class Batches:
         if not self.is_repeatable:
             raise SpecError("batches cannot be selected from an iterator: pass data as a list, a file or a directory")
         chosen = numbers if self.numbers is None else [self.numbers[number] for number in numbers]
-        subset = Batches(self._source, self.inputs, name=self._name, numbers=chosen, classes=self.classes)
+        subset = Batches(
+            self._source, self.inputs, name=self._name, numbers=chosen, classes=self.classes, files=self.files
+        )
         subset._labels, subset._notes = self._labels, self._notes
         return subset
 
@@ -149,7 +154,8 @@ class Batches:
         """Notes for the user: preprocessing, and conversions of types in the batches read so far."""
         return tuple(self._notes)
 
-    def _add_note(self, note: str) -> None:
+    def add_note(self, note: str) -> None:
+        """Add a note for the user, unless it exists; subsets and copies of these batches have it, too."""
         if note not in self._notes:
             self._notes[note] = None
             _log.info("%s", note)
@@ -211,11 +217,11 @@ class Batches:
         """Iterate over the batches, and update the hash that ``fingerprint`` returns."""
         digest = self._digest = hashlib.sha256()
         for feed in self:
-            update_digest(digest, feed)
+            digest.update(digest_of(feed))
             yield feed
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of all arrays that the last pass of ``hashed`` read: names, types, shapes and elements."""
+        """Return the SHA-256 of the digests of all batches that the last pass of ``hashed`` read."""
         if self._digest is None:
             raise NotCalibratedError("data has no fingerprint before it is read: iterate over hashed() first")
         return str(self._digest.hexdigest())
@@ -241,7 +247,7 @@ class Batches:
             feed[info.name] = info.convert(array, where)
             if feed[info.name].dtype != array.dtype:
                 verb = "rounded" if array.dtype.kind == "f" else "converted"
-                self._add_note(f"data: input {info.name!r} {verb} from {array.dtype} to {info.dtype}")
+                self.add_note(f"data: input {info.name!r} {verb} from {array.dtype} to {info.dtype}")
         if labels is not None:
             self._keep_labels(labels, number, samples_in(feed))
         return feed
@@ -269,11 +275,13 @@ def can_cut(feed: Feed, inputs: Sequence[InputInfo]) -> bool:
     return len(lengths) == 1 and all(info.shape is None or info.shape[:1] == (None,) for info in inputs)
 
 
-def update_digest(digest: "hashlib._Hash", feed: Mapping[str, Array]) -> None:
-    """Add the names, types, shapes and elements of a batch to a hash."""
+def digest_of(feed: Mapping[str, Array]) -> bytes:
+    """Return the SHA-256 of a batch: names, types, shapes and elements."""
+    digest = hashlib.sha256()
     for name, array in sorted(feed.items()):
         digest.update(f"{name!r} {array.dtype} {array.shape}\n".encode())
         digest.update(_bytes_of(array))
+    return digest.digest()
 
 
 def _bytes_of(array: Array) -> memoryview | bytes:
@@ -357,7 +365,7 @@ def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_si
     count = known_length(source)
     batches = Batches(source, inputs, is_repeatable=not isinstance(source, Iterator), count=count)
     if type(getattr(source, "sampler", None)).__name__ == "RandomSampler":
-        batches._add_note("data: the loader shuffles in every pass, so results vary: pass a loader with shuffle=False")
+        batches.add_note("data: the loader shuffles in every pass, so results vary: pass a loader with shuffle=False")
     batches.check_first()
     return batches
 
@@ -393,7 +401,9 @@ def _open_files(files: DataFiles, inputs: Sequence[InputInfo]) -> Batches:
     root = Path(files.path)
     kind = _kind_in(root) if root.is_dir() else _kind_of(root)
     opened = kind.open(files, _listing(root, kind), inputs)
-    batches = Batches(opened, inputs, count=opened.count, name=opened.name, classes=opened.classes, note=opened.note)
+    batches = Batches(
+        opened, inputs, count=opened.count, name=opened.name, classes=opened.classes, note=opened.note, files=files
+    )
     batches._labels = dict(enumerate(opened.labels))
     return batches
 

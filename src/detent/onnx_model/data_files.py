@@ -94,7 +94,7 @@ class DataFiles:
 
 @dataclass(frozen=True)
 class DataListing:
-    """Files of one kind in sorted order; sub-directories are classes.
+    """Files of one kind in sorted order; sub-directories are classes, also those without files of this kind.
 
     Attributes:
         root: the file or directory that was given.
@@ -136,6 +136,7 @@ class FileBatches:
 def list_files(root: Path, suffixes: frozenset[str]) -> DataListing:
     """List the files with these suffixes in a directory, or else in its sub-directories, which name classes.
 
+    Every visible sub-directory counts as a class, also if it is empty, as in ``torchvision.datasets.ImageFolder``.
     Hidden files are left out. A file stands for itself.
 
     Raises:
@@ -146,12 +147,12 @@ def list_files(root: Path, suffixes: frozenset[str]) -> DataListing:
     visible = sorted((path for path in root.iterdir() if not path.name.startswith(".")), key=lambda path: path.name)
     direct = tuple(path for path in visible if path.suffix.lower() in suffixes)
     by_class = {path.name: _files_below(path, suffixes) for path in visible if path not in direct and path.is_dir()}
-    by_class = {name: paths for name, paths in by_class.items() if paths}
-    if not by_class:
+    filled = [name for name, paths in by_class.items() if paths]
+    if not filled:
         return DataListing(root, direct)
     if direct:
         raise SpecError(
-            f"{fspath(root)} holds {direct[0].name} and the sub-directory {next(iter(by_class))}: expected all files "
+            f"{fspath(root)} holds {direct[0].name} and the sub-directory {filled[0]}: expected all files "
             "in the directory itself, or all in sub-directories by class"
         )
     numbers = [number for number, paths in enumerate(by_class.values()) for _ in paths]

@@ -202,6 +202,14 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
         yield from attribute.graphs
 
 
+def _all_subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    """Yield the subgraphs of a node at any depth."""
+    for body in subgraphs(node):
+        yield body
+        for inner in body.node:
+            yield from _all_subgraphs(inner)
+
+
 def clear_notes(graph: GraphProto) -> None:
     """Remove doc strings and metadata of nodes and initializers, which may contain stack traces of exporters."""
     for part in (*graph.node, *graph.initializer):
@@ -445,14 +453,33 @@ class Graph:
             if not any(each is node for each in self._consumers[new]):
                 self._consumers[new].append(node)
 
-    def set_input(self, node: NodeProto, position: int, name: str) -> None:
-        """Let a node read tensor ``name`` as its input number ``position``."""
-        self._forget(node)
+    def set_input(self, node: NodeProto, position: int, name: str, outer: NodeProto | None = None) -> None:
+        """Let a node read tensor ``name`` as its input number ``position``.
+
+        ``outer`` is the node of the main graph whose subgraph contains ``node``; None if ``node`` is in the main graph.
+        """
+        reader = node if outer is None else outer
+        self._forget(reader)
         while len(node.input) <= position:
             node.input.append("")
         node.input[position] = name
-        for each in dict.fromkeys(reads(node)):
-            self._consumers[each].append(node)
+        for each in dict.fromkeys(reads(reader)):
+            self._consumers[each].append(reader)
+        if outer is not None:
+            self.captured.add(name)
+
+    def replace_in_subgraph(self, node: NodeProto, new: Sequence[NodeProto], outer: NodeProto) -> None:
+        """Put the nodes ``new`` in the place of a node in a subgraph of ``outer``, a node of the main graph."""
+        self._forget(outer)
+        body = next(each for each in _all_subgraphs(outer) if any(node.output == other.output for other in each.node))
+        place = next(i for i, other in enumerate(body.node) if node.output == other.output)
+        del body.node[place]
+        for i, each in enumerate(new):
+            body.node.insert(place + i, each)
+        for name in dict.fromkeys(reads(outer)):
+            self._consumers[name].append(outer)
+            if name not in outer.input:
+                self.captured.add(name)
 
     def _forget(self, node: NodeProto) -> None:
         for name in dict.fromkeys(reads(node)):

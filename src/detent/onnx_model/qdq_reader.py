@@ -7,6 +7,7 @@ codes -> DequantizeLinear                            ``WeightCodes``; int32 code
 codes -> Gather, Transpose, ... -> DequantizeLinear  ``WeightCodes``, ``direct`` is False         codes
 float constant -> QuantizeLinear -> DequantizeLinear ``WeightCodes``, quantized at run time       float
 codes -> Gather -> Cast [-> Sub] -> Mul              ``WeightCodes``; rows are looked up          table
+codes -> Cast [-> Sub] -> Mul                        ``WeightCodes``; computed once, at load      product
 codes -> MatMulInteger -> Cast -> Mul by two scales  ``WeightCodes``; the input is dynamic        integer
 QuantizeLinear                                       ``QuantizeNode``, with the Clip before it
 DynamicQuantizeLinear                                ``DynamicQuantizer``
@@ -53,7 +54,7 @@ from detent.onnx_model.graph import (
     trace_back,
 )
 from detent.onnx_model.provenance import Provenance
-from detent.onnx_model.qdq_writer import QdqParams
+from detent.onnx_model.qdq_writer import QdqParams, group_shapes
 from detent.tables import counted
 
 __all__ = [
@@ -69,7 +70,7 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-Form = Literal["codes", "float", "table", "integer"]
+Form = Literal["codes", "float", "table", "product", "integer"]
 COMPUTED = "its scale or zero point is computed, not constant"
 _CARRYING = (*MOVING, "Identity", "Gather", "Cast")  # operators between codes and a DequantizeLinear
 _CODE_TYPES = [
@@ -78,6 +79,7 @@ _CODE_TYPES = [
 ]
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 _OWN_CODES = (*CODE_OPERATORS, "GatherBlockQuantized", "MatMulBnb4")  # operators with their own layout of codes
+_PRODUCT_STEPS = ("Cast", "Reshape", "Sub")  # between the codes and the Mul of a product
 _TABLE_STEPS = {  # between a table's Gather and its Mul: maps each operator to the operators that may follow it
     "Gather": ("Cast",),
     "Cast": ("Reshape", "Sub", "Mul"),
@@ -307,12 +309,21 @@ class QuantizedGraph:
     def weights(self) -> list[WeightCodes]:
         """Weights and biases of the main graph that are stored as codes.
 
-        Tables that the metadata lists come last; other tables are left out.
+        Tables and products that the metadata lists come last; others are left out.
         """
         names = {} if self.provenance is None else self.provenance.weights
-        stored = [each for each in self.records if isinstance(each, WeightCodes) and not each.inner]
-        tables = [each for each in stored if each.form == "table" and each.name in names]
+        stored = [
+            each
+            for each in self.records
+            if isinstance(each, WeightCodes) and (not each.inner or self._is_own_integer(each, names))
+        ]
+        tables = [each for each in stored if each.form in {"table", "product"} and each.name in names]
         return [*(each for each in stored if each.form in {"codes", "integer"}), *tables]
+
+    def _is_own_integer(self, weight: WeightCodes, names: Mapping[str, str]) -> bool:
+        """Whether detent stored a weight of the main graph for an integer matmul in a subgraph."""
+        is_stored = weight.form in {"codes", "integer"} and not weight.is_bias
+        return is_stored and weight.name in names and weight.name in self.graph.constants
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -372,14 +383,8 @@ class _Scope:
     def read(self, node: NodeProto) -> Record | None:
         """Return the record of a node, or None if the node quantizes nothing or is part of another node's record."""
         try:
-            if node.op_type == QUANTIZE:
-                return self._quantize_node(node)
-            if node.op_type == DEQUANTIZE:
-                return self._dequantize_node(node)
-            if node.op_type == "Gather" and node.input[0] in self.constants:
-                return self._table(node)
-            if node.op_type == DYNAMIC_QUANTIZE:
-                return self._dynamic_quantizer(node)
+            if (read := self._reader(node)) is not None:
+                return read(node)
             if node.op_type == INTEGER_MATMUL and (weight := self._integer_weight(node)) is not None:
                 return weight
         except DetentError as error:
@@ -388,6 +393,17 @@ class _Scope:
         if node.op_type.startswith(_OWN_CODES):
             return Unread(node, f"{node.op_type} uses its own code layout, which is not supported", inner=self.inner)
         return None
+
+    def _reader(self, node: NodeProto) -> Callable[[NodeProto], Record | None] | None:
+        """Return the method that reads nodes of this type."""
+        if node.op_type == "Gather":
+            return self._table if node.input[0] in self.constants else None
+        return {
+            QUANTIZE: self._quantize_node,
+            DEQUANTIZE: self._dequantize_node,
+            DYNAMIC_QUANTIZE: self._dynamic_quantizer,
+            "Mul": self._product,
+        }.get(node.op_type)
 
     def _quantize_node(self, node: NodeProto) -> Record:
         qparams = read_quantization(node, self.constants)
@@ -454,6 +470,40 @@ class _Scope:
             last = self._readers(last[0].output[0])
         names, readers = (scale, zero), _described(last)
         return WeightCodes(gather.input[0], table, node, qparams, names, tuple(path), "table", readers, self.inner)
+
+    def _product(self, mul: NodeProto) -> WeightCodes | None:
+        """Read a weight that is dequantized by Cast and Mul; None for any other Mul.
+
+        A Reshape before and after the Mul splits and joins groups.
+        """
+        numbers, scale = mul.input
+        path: list[str] = []
+        zero = ""
+        node = self._producers.get(numbers)
+        while node is not None and node.op_type in _PRODUCT_STEPS and node.op_type not in path:
+            path.insert(0, node.op_type)
+            if node.op_type == "Sub":
+                zero, _ = self._trace(node.input[1])
+            if node.op_type == "Cast":
+                break
+            node = self._producers.get(node.input[0])
+        codes = "" if node is None or path[:1] != ["Cast"] else node.input[0]
+        if any(name not in self.constants for name in (codes, scale, *([zero] if zero else []))):
+            return None
+        tensor, last, is_grouped = self.constants[codes], mul, "Reshape" in path
+        if tensor.data_type not in _CODE_TYPES or (zero and zero not in self.constants):
+            return None
+        if is_grouped:
+            following = self._only_reader(mul.output[0], "Reshape")
+            if following is None:
+                return None
+            last = following
+        zeros = array_of(self.constants[zero]).astype(np.int64) if zero else None
+        qparams = _product_params(tensor, array_of(self.constants[scale]), zeros, is_grouped=is_grouped)
+        if qparams is None:
+            return None
+        readers = _described(self._readers(last.output[0]))
+        return WeightCodes(codes, tensor, last, qparams, (scale, zero), (), "product", readers, self.inner)
 
     def _dynamic_quantizer(self, node: NodeProto) -> Record:
         if not all(node.output):
@@ -552,6 +602,32 @@ class _Scope:
             for reader in self._readers(codes)
             for each in (self._readers(reader.output[0]) if reader.op_type == DEQUANTIZE else [reader])
         )
+
+
+def _product_params(codes: TensorProto, scale: Array, zero: Array | None, *, is_grouped: bool) -> QdqParams | None:
+    """Return the parameters of a weight that is multiplied by ``scale``; None if the shapes are not those of a weight.
+
+    ``is_grouped`` tells whether the codes are split into groups before.
+    """
+    shape, kind, limits = tuple(codes.dims), codes.data_type, _code_range(codes.data_type)
+    zeros = np.zeros(scale.shape, np.int64) if zero is None else zero
+    if scale.dtype != np.float32 or zeros.shape != scale.shape:
+        return None
+    if scale.size == 1:
+        return QdqParams(scale.reshape(()), zeros.reshape(()), kind, 1, 0, *limits)
+    for axis, length in enumerate(shape):
+        count = scale.shape[axis] if is_grouped and scale.ndim == len(shape) + 1 else 1
+        blocked = (*shape[:axis], count, *shape[axis + 1 :])
+        if not is_grouped and scale.size == length:
+            qparams = QdqParams(scale.ravel(), zeros.ravel(), kind, axis, 0, *limits)
+        elif scale.size == prod(blocked) and count and length % count == 0:
+            parts = scale.reshape(blocked), zeros.reshape(blocked)
+            qparams = QdqParams(*parts, kind, axis, length // count, *limits)
+        else:
+            continue
+        if group_shapes(qparams, shape).scale == scale.shape:
+            return qparams
+    return None
 
 
 def _all_nodes(graph: GraphProto) -> Iterator[NodeProto]:

@@ -55,11 +55,13 @@ from detent.spec import QuantSpec
 
 __all__ = [
     "DynamicCodes",
+    "Names",
     "Pair",
     "QdqParams",
     "QdqWriter",
     "dequantize_node",
     "gather",
+    "group_shapes",
     "integer_matmul",
     "needs_clip",
     "quantize_node",
@@ -277,6 +279,38 @@ class QdqWriter:
         y = self.graph.fresh(f"{stem}_dq")
         return self.dequantized((codes_name, scale_name, None), y, stem, qparams), y
 
+    def product(self, stem: str, codes: Array, qparams: QdqParams) -> tuple[list[NodeProto], Names]:
+        """Make the nodes that dequantize a weight by Cast, [Reshape, Sub,] Mul[, Reshape]; add their constants.
+
+        Returns the nodes, and the names of codes, scale and zero point. The zero point is "" if it is 0.
+        """
+        graph, shape, groups = self.graph, codes.shape, group_shapes(qparams, codes.shape)
+        code_name = graph.add_constant(f"{stem}_codes", codes, qparams.kind)
+        scale = graph.add_constant(f"{stem}_scale", qparams.scale.reshape(groups.scale))
+        nodes: list[NodeProto] = []
+
+        def add(operator: str, inputs: list[str], y: str, **attributes: Any) -> str:
+            name = graph.fresh(f"{stem}_{y}")
+            node = helper.make_node(operator, inputs, [name], **attributes)
+            nodes.append(self._named(node, stem))
+            return name
+
+        def reshape(name: str, sizes: Sequence[int], y: str) -> str:
+            return add("Reshape", [name, graph.add_constant(f"{stem}_shape", np.array(sizes))], y)
+
+        numbers = add("Cast", [code_name], "numbers", to=TensorProto.FLOAT)
+        if groups.codes != shape:
+            numbers = reshape(numbers, groups.codes, "groups")
+        zero = ""
+        if qparams.zero_point.any():
+            zero = graph.add_constant(f"{stem}_zero_point", qparams.zero_point.reshape(groups.scale), qparams.kind)
+            origin = add("Cast", [zero], "zero_point_as_number", to=TensorProto.FLOAT)
+            numbers = add("Sub", [numbers, origin], "centred")
+        dequantized = add("Mul", [numbers, scale], "dq")
+        if groups.codes != shape:
+            reshape(dequantized, shape, "dq_reshaped")
+        return nodes, (code_name, scale, zero)
+
     def dynamic(self, x: str) -> tuple[NodeProto, DynamicCodes]:
         """Make a DynamicQuantizeLinear node; return it and the names of its outputs."""
         names = DynamicCodes(*(self.graph.fresh(f"{x}_{part}") for part in DynamicCodes._fields))
@@ -294,6 +328,32 @@ class QdqWriter:
         passed = [helper.make_node("Identity", [x], [same])]
         off = helper.make_graph(passed, "off", [], [helper.make_empty_tensor_value_info(same)])
         return helper.make_node("If", [flag], [chosen], name=f"{chosen}_node", then_branch=on, else_branch=off), chosen
+
+
+class GroupShapes(NamedTuple):
+    """Shapes in which codes and scales of a weight can be multiplied, because they broadcast."""
+
+    codes: tuple[int, ...]
+    scale: tuple[int, ...]
+
+
+def group_shapes(qparams: QdqParams, shape: tuple[int, ...]) -> GroupShapes:
+    """Return the shapes in which codes of shape ``shape`` and their scales broadcast.
+
+    >>> group_shapes(QdqParams(np.ones((2, 3, 4), np.float32), np.zeros((2, 3, 4)), TensorProto.INT8, 2, 8), (2, 3, 32))
+    GroupShapes(codes=(2, 3, 4, 8), scale=(2, 3, 4, 1))
+    """
+    if not qparams.scale.ndim:
+        return GroupShapes(shape, ())
+    axis = qparams.axis_in(len(shape))
+    if not qparams.block:
+        return GroupShapes(shape, tuple(size if i == axis else 1 for i, size in enumerate(shape)))
+    count = qparams.scale.shape[axis]
+    if count == 1:
+        return GroupShapes(shape, qparams.scale.shape)
+    return GroupShapes(
+        (*shape[:axis], count, qparams.block, *shape[axis + 1 :]), (*shape[:axis], count, 1, *shape[axis + 1 :])
+    )
 
 
 def stored_codes(codes: Array, params: QuantParams, qparams: QdqParams) -> Array:

@@ -39,6 +39,7 @@ from detent.onnx_model.graph import (
     rename_tensors,
     subgraphs,
 )
+from detent.onnx_model.layers import all_nodes, layers_of
 from detent.onnx_model.provenance import Provenance, RuntimeRecord
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "SPINNING",
     "Probe",
     "Reading",
+    "Recorder",
     "array_outputs",
     "integer_kernels",
     "kernels_of",
@@ -59,6 +61,7 @@ __all__ = [
     "split_by_bytes",
     "tensor_bounds",
     "tensor_nbytes",
+    "tensor_shapes",
     "without_weights",
     "written_name",
 ]
@@ -178,9 +181,13 @@ def _start(
 
 
 def _disabled_optimizers(model: ModelProto) -> Sequence[str]:
-    """Return the optimizers of ONNX Runtime to disable for a model: one that crashes on float16 transformers."""
-    has_float16 = any(tensor.data_type == TensorProto.FLOAT16 for tensor in model.graph.initializer)
-    return ("NchwcTransformer",) if has_float16 else ()
+    """Return the optimizers of ONNX Runtime to disable for a model: one that crashes on float16 transformers.
+
+    Constants that are only cast to another type do not count: ONNX Runtime casts them before.
+    """
+    halves = {tensor.name for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT16}
+    nodes = [node for node in model.graph.node if node.op_type != "Cast"]
+    return ("NchwcTransformer",) if any(not halves.isdisjoint(reads(node)) for node in nodes) else ()
 
 
 @contextmanager
@@ -270,19 +277,21 @@ def kernels_of(
 ) -> dict[str, str]:
     """Map each layer to the operator that computes it in ONNX Runtime on this machine.
 
-    A layer that runs in float is mapped to the operator that reads its dequantized weight. ``names`` maps each constant
-    with codes to one layer that reads the codes; None reads this mapping from the model's metadata. The result also
-    contains other layers that share the codes. ``running`` is the optimized graph of the model; None computes it.
+    A layer that runs in float is mapped to the operator that reads its dequantized weight. A matmul of two activations
+    is included if it runs on an integer kernel. ``names`` maps each constant with codes to one layer that reads the
+    codes; None reads this mapping from the model's metadata. The result also contains other layers that share the
+    codes. ``running`` is the optimized graph of the model; None computes it.
     """
     if names is None:
         provenance = Provenance.read(model)
         names = {} if provenance is None else provenance.weights
     graph, source = Graph(optimized(model) if running is None else running), Graph(model)
-    written = {node.name: node.op_type for node in reversed(model.graph.node)}
+    written = {layer.name: layer.node.op_type for layer in layers_of(source)}
+    written |= {node.name: node.op_type for node in reversed(model.graph.node)}
     present = {node.name: node.op_type for node in graph.nodes}
     kernels = {}
     for codes, layer in names.items():
-        readers = [node.op_type for node in graph.consumers(codes)]
+        readers = [each.node.op_type for each in all_nodes(graph.consumers(codes)) if codes in each.node.input]
         own = [kind for kind in readers if kind in {*INTEGER_KERNELS, "MatMulNBits"}]
         dequantized = [node.output[0] for node in source.consumers(codes) if node.op_type == DEQUANTIZE]
         sharing = [node.name for name in dequantized for node in source.consumers(name)]
@@ -293,7 +302,9 @@ def kernels_of(
                 kernels[each] = own[0]
             else:
                 kernels[each] = by_name or written.get(each) or next(iter(readers), "float")
-    return kernels
+    integer = integer_kernels(graph.model)
+    matmuls = [name for name, kind in written.items() if kind == "MatMul" and name in integer and name not in kernels]
+    return kernels | {name: integer[name] for name in matmuls}  # of two activations
 
 
 def _split_by_tokens(operators: Mapping[str, str], layer: str) -> str:
@@ -410,7 +421,20 @@ def tensor_nbytes(
     nodes: Sequence[NodeProto] = (),
     optimize: bool = True,
 ) -> dict[str, int]:
-    """Map the names of intermediate tensors to their sizes in bytes, as float32 for one batch.
+    """Map the names of intermediate tensors to their sizes in bytes, as float32 for one batch (``tensor_shapes``)."""
+    shapes = tensor_shapes(model, names, feeds, nodes=nodes, optimize=optimize)
+    return {name: FLOAT_NBYTES * prod(shape) for name, shape in shapes.items()}
+
+
+def tensor_shapes(
+    model: ModelProto,
+    names: Sequence[str],
+    feeds: Mapping[str, Array],
+    *,
+    nodes: Sequence[NodeProto] = (),
+    optimize: bool = True,
+) -> dict[str, tuple[int, ...]]:
+    """Map the names of intermediate tensors to their shapes for one batch.
 
     ``names`` may include outputs of ``nodes``, which are added to the model temporarily. Shapes are inferred from the
     shapes in the batch. If this fails, the model runs with additional Shape nodes.
@@ -424,7 +448,7 @@ def tensor_nbytes(
         with ort_errors():
             results = session.run(outputs, dict(feeds))
         shapes = {name: tuple(np.asarray(shape).tolist()) for name, shape in zip(names, results, strict=True)}
-    return {name: FLOAT_NBYTES * prod(shapes[name]) for name in names}
+    return {name: tuple(shapes[name]) for name in names}
 
 
 def split_by_bytes(model: ModelProto, names: Iterable[str], feeds: Feed, budget: int | None) -> list[list[str]]:
@@ -497,17 +521,28 @@ def _inferred_shapes(
 
 def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, threads: int = 0) -> Iterator[Feed]:
     """Run a model on each batch, and yield a dict from ``names`` to the arrays of these tensors."""
-    tensors = list(dict.fromkeys(names))
-    inputs = Graph(model).inputs
-    computed = [name for name in tensors if name not in inputs]
-    with _more_outputs(model, computed):
-        session = make_session(model, threads=threads)
-    for feed in feeds:
-        with ort_errors():
-            results = dict(zip(computed, session.run(computed, feed), strict=True)) if computed else {}
-        arrays = {name: results[name] if name in results else feed[name] for name in tensors}
-        del results
-        yield arrays
+    return Recorder(model, names, threads=threads).run(feeds)
+
+
+class Recorder:
+    """A session that computes intermediate tensors of a model; it can run any number of times."""
+
+    def __init__(self, model: ModelProto, names: Iterable[str], *, threads: int = 0) -> None:
+        self._tensors = list(dict.fromkeys(names))
+        inputs = Graph(model).inputs
+        self._computed = [name for name in self._tensors if name not in inputs]
+        with _more_outputs(model, self._computed):
+            self._session = make_session(model, threads=threads)
+
+    def run(self, feeds: Iterable[Feed]) -> Iterator[Feed]:
+        """Run the model on each batch, and yield a dict with the arrays of the tensors."""
+        names = self._computed
+        for feed in feeds:
+            with ort_errors():
+                results = dict(zip(names, self._session.run(names, feed), strict=True)) if names else {}
+            arrays = {name: results[name] if name in results else feed[name] for name in self._tensors}
+            del results
+            yield arrays
 
 
 def record_in_parts(

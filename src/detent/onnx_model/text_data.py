@@ -135,6 +135,12 @@ def open_texts(files: DataFiles, listing: DataListing, inputs: Sequence[InputInf
     size, is_fixed = batch_size_of(inputs, files.batch_size, where)
     batches = cut(len(texts), size, is_fixed=is_fixed, what="texts", where=where)
     rows = encoder.inputs[IDS].rows
+    is_padded = encoder.fixed_length is not None or size > 1
+    if rows is not None and is_padded and encoder.pad >= rows:
+        raise RangeError(
+            f"{fspath(files.tokenizer)}: texts are padded with token id {encoder.pad}, but the embedding table of "
+            f"input {encoder.inputs[IDS].name!r} has {rows} rows: pass the model's own tokenizer"
+        )
     if rows is not None and encoder.vocabulary > rows:  # some token has no row: check all texts before anything runs
         for text in texts:
             encoder.encode(text)

@@ -4,13 +4,14 @@ The file may come from any tool. Layers are nodes with weights, embedding lookup
 activation-activation matmuls. Layer names come from the metadata if detent wrote the file, otherwise from the nodes.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from onnx import NodeProto
 
 from detent.onnx_model.graph import DEQUANTIZE, MOVING, node_name, trace_back
-from detent.onnx_model.layers import QUANTIZED_ALREADY, layers_of
+from detent.onnx_model.layers import QUANTIZED_ALREADY, RECURRENT, TWO_ACTIVATIONS, all_nodes, layers_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import kernels_of
 
@@ -89,17 +90,33 @@ class _Finder:
         for node in self.graph.nodes:
             table = self._table(node)
             integer = self.by_node.get(id(node))
-            if id(node) not in float_layers and table is None and integer is None:
+            is_layer = id(node) in float_layers and node.op_type not in RECURRENT
+            if not is_layer and table is None and integer is None:
                 continue
             line = float_layers.get(id(node))
             weight = table or integer or self._weight(node)
             quantizer = None if node.op_type == "Gather" else self._quantizer(node, weight)
             float_weight = line.weight if line is not None and weight is None else ""
             reason = "" if line is None or line.reason == QUANTIZED_ALREADY else line.reason
+            if line is not None and line.second and weight is None and quantizer is None:
+                reason = TWO_ACTIVATIONS
             result = "" if integer is None else self._float_result(node)
             layers.append(FileLayer(self._name(node, weight), node, weight, quantizer, float_weight, reason, result))
-        inner = [each for key, each in float_layers.items() if key not in main]
-        return [*layers, *(FileLayer(each.name, each.node, reason=each.reason) for each in inner)]
+        return [*layers, *self._weight_only(main)]
+
+    def _weight_only(self, main: set[int]) -> Iterator[FileLayer]:
+        """Yield layers in subgraphs, and weights of recurrent layers."""
+        for each in layers_of(self.graph):
+            if each.is_recurrent or id(each.node) not in main:
+                position = each.position
+                weight = self.by_output.get(each.node.input[position]) if len(each.node.input) > position else None
+                reason = "" if weight is not None else each.reason
+                float_weight = "" if weight is not None else each.weight
+                yield FileLayer(each.name, each.node, weight, None, float_weight, reason)
+        nodes = {id(each.node) for each in all_nodes(self.graph.nodes) if each.outer is None}
+        for key, weight in self.by_node.items():
+            if key not in nodes:
+                yield FileLayer(self.names.get(weight.name, weight.node_name), weight.node, weight)
 
     def _float_result(self, matmul: NodeProto) -> str:
         """Return the output of the Mul after an integer matmul, or of the Add of the bias that detent writes next."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +34,12 @@ from detent.spec import QuantSpec, onnx_widths, spec_text, stored_nbytes
 from detent.tables import counted
 
 __all__ = [
+    "BatchNoise",
     "LayerGroup",
     "LayerRunner",
     "OutputNoise",
     "Progress",
+    "Runs",
     "as_storage",
     "as_widths",
     "measure_all",
@@ -129,6 +131,13 @@ class LayerRunner(Protocol):
         """
 
 
+class BatchNoise(NamedTuple):
+    """Noise of each output in one batch; an output that is left out has its power in ``left_out`` instead."""
+
+    noise: tuple[float, ...]
+    left_out: tuple[float, ...]
+
+
 class OutputNoise:
     """Noise of outputs relative to ``reference``, the outputs of the float model. The reference is kept in memory."""
 
@@ -162,16 +171,28 @@ class OutputNoise:
         An output is left out for a batch if quantization changes its shape, as may happen after NonMaxSuppression. If
         all outputs are left out for all batches, the result is 1, as if the noise were as large as the signal.
         """
+        numbered = zip(range(self.batches), outputs, strict=True)
+        return self.total(self.of_batch(number, each) for number, each in numbered)
+
+    def of_batch(self, batch: int, outputs: Sequence[Array]) -> BatchNoise:
+        """Return the noise of each output in one batch, and the power of outputs that are left out."""
+        noise, left_out = [0.0] * len(self._names), [0.0] * len(self._names)
+        for at, (before, after) in enumerate(zip(self._reference[batch], outputs, strict=True)):
+            if before.shape != after.shape:
+                name, shapes = self._names[at], (before.shape, after.shape)
+                _log.debug("output %r left out for a batch: shape %s in float, %s quantized", name, *shapes)
+                left_out[at] = _power(before)
+                continue
+            with np.errstate(over="ignore", invalid="ignore"):  # outputs may overflow at few bits
+                noise[at] = _power(np.subtract(after, before, dtype=np.float64))
+        return BatchNoise(tuple(noise), tuple(left_out))
+
+    def total(self, batches: Iterable[BatchNoise]) -> float:
+        """Return the noise of all batches, added up in their order, as ``noise`` does."""
         noise, powers = np.zeros(len(self._names)), self._powers.copy()
-        for old, new in zip(self._reference, outputs, strict=True):
-            for at, (before, after) in enumerate(zip(old, new, strict=True)):
-                if before.shape != after.shape:
-                    name, shapes = self._names[at], (before.shape, after.shape)
-                    _log.debug("output %r left out for a batch: shape %s in float, %s quantized", name, *shapes)
-                    powers[at] -= _power(before)
-                    continue
-                with np.errstate(over="ignore", invalid="ignore"):  # outputs may overflow at few bits
-                    noise[at] += _power(np.subtract(after, before, dtype=np.float64))
+        for each in batches:
+            noise += each.noise
+            powers -= each.left_out
         has_signal = powers > MIN_POWER_SHARE * self._powers  # a difference of sums may not be exactly zero
         if not has_signal.any():
             return 1.0
@@ -198,10 +219,20 @@ def _parallel_map(call: Callable[[T], R], items: Sequence[T], workers: int) -> I
         pool.shutdown(cancel_futures=True)
 
 
+class Runs(Protocol):
+    """Runs of a model with some layers quantized, on the workers of an executor."""
+
+    def noises(self, candidates: Sequence[Mapping[str, str]], output_noise: OutputNoise) -> Iterator[float]:
+        """Yield the noise of each candidate, a dict from layers to their options."""
+
+
 def measure_all(
-    runner: LayerRunner, announce: Callable[[Cost], object] | None, progress: Progress
+    runner: LayerRunner, announce: Callable[[Cost], object] | None, progress: Progress, runs: Runs | None = None
 ) -> tuple[LayerNoise, ...]:
-    """Measure the noise of every group with every candidate; the results are in the order of the model's layers."""
+    """Measure the noise of every group with every candidate; the results are in the order of the model's layers.
+
+    With ``runs``, the workers of an executor run the model.
+    """
     start = time.perf_counter()
     output_noise = OutputNoise(runner.names, runner.reference())
     first = time.perf_counter() - start
@@ -216,7 +247,10 @@ def measure_all(
     report = reporter(progress, "measuring", "runs")
     measured: dict[tuple[str, str], float] = {}
     keys = [(group.names[0], option) for group, option in tasks]
-    noises = _parallel_map(lambda key: output_noise.noise(runner.outputs(dict([key]))), keys, runner.workers)
+    if runs is None:
+        noises = _parallel_map(lambda key: output_noise.noise(runner.outputs(dict([key]))), keys, runner.workers)
+    else:
+        noises = runs.noises([dict([key]) for key in keys], output_noise)
     for done, (key, value) in enumerate(zip(keys, noises, strict=True), 1):
         measured[key] = value
         report(done, len(keys))

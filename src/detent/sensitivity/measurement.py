@@ -11,6 +11,8 @@ ONNX and PyTorch are imported only when a model is measured.
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -19,7 +21,7 @@ from detent.errors import SpecError
 from detent.metrics import sqnr_of
 from detent.observers.passes import reporter
 from detent.recipe import Recipe, get_recipe
-from detent.sensitivity.bench import LayerRunner, OutputNoise, Progress, as_storage, as_widths, measure_all
+from detent.sensitivity.bench import LayerRunner, OutputNoise, Progress, Runs, as_storage, as_widths, measure_all
 from detent.sensitivity.layer_noise import Cost, LayerNoise, Mix, Sensitivity, Storage
 from detent.spec import QuantSpec
 
@@ -90,10 +92,11 @@ def search(
     runs: int,
     announce: Callable[[Cost], object] | None,
     progress: Progress,
+    remote: Runs | None = None,
 ) -> Mix:
     """Search for the best allocation in at most ``runs`` runs of the model; return it with its measured SQNR.
 
-    ``starts`` are the allocations to run first.
+    ``starts`` are the allocations to run first. With ``remote``, the workers of an executor run the model.
     """
     start = time.perf_counter()
     output_noise = OutputNoise(runner.names, runner.reference())
@@ -105,7 +108,10 @@ def search(
     def noise(options: Options) -> float:
         key = tuple(options.values())
         if key not in measured:
-            measured[key] = output_noise.noise(runner.outputs(options))
+            if remote is None:
+                measured[key] = output_noise.noise(runner.outputs(options))
+            else:
+                (measured[key],) = remote.noises([options], output_noise)
             report(len(measured), runs)
         return measured[key]
 
@@ -136,6 +142,8 @@ def measure(  # noqa: PLR0913 - the options of one job
     storage: str = "onnx",
     progress: Callable[[int, int], object] | bool | None = None,
     announce: Callable[[Cost], object] | None = None,
+    executor: Executor | None = None,
+    work_directory: str | PathLike[str] | None = None,
 ) -> Sensitivity:
     """Measure the noise at the outputs with one layer quantized at a time, for every layer and every candidate.
 
@@ -161,6 +169,10 @@ def measure(  # noqa: PLR0913 - the options of one job
         progress: whether to show a progress bar, or a callback f(done, total), which counts runs. None shows a bar only
             on terminals.
         announce: function that is called with the ``Cost`` before the measurement starts.
+        executor: runs an ONNX model on the workers of an executor, such as a ProcessPoolExecutor or
+            ``detent.cluster.ray_executor()``; the results have the same bits.
+        work_directory: a directory that all workers see, for a model or data in memory; None for the directory of the
+            model.
 
     Raises:
         SpecError: invalid widths, recipe, samples or data; or a module that is already prepared.
@@ -187,13 +199,47 @@ def measure(  # noqa: PLR0913 - the options of one job
             raise SpecError("got decisions and widths, but decisions already contain specs: pass one or the other")
         from detent.sensitivity.onnx_bench import open_decisions  # noqa: PLC0415 - imports ONNX Runtime
 
+        described: Recipe | Decisions = decisions
         runner: LayerRunner = open_decisions(_as_source(model), data, decisions, count, skipped, stored)
         name = decisions.target
     else:
-        checked = get_recipe(cast("Recipe | str | PathLike[str]", recipe))
-        runner = _open(model, data, checked, specs, count, target, skipped, stored)
-    layers = measure_all(runner, announce, progress)
+        described = get_recipe(cast("Recipe | str | PathLike[str]", recipe))
+        runner = _open(model, data, described, specs, count, target, skipped, stored)
+    options = {"samples": count, "target": name, "storage": stored, "skip": skipped, "widths": specs}
+    with _remote(executor, work_directory, model, data, described, options) as remote:
+        layers = measure_all(runner, announce, progress, remote)
     return Sensitivity(layers, runner.options, runner.recipe, runner.samples, stored, name)
+
+
+@contextmanager
+def _remote(
+    executor: object,
+    work_directory: str | PathLike[str] | None,
+    model: object,
+    data: "BatchSource",
+    recipe: "Recipe | Decisions",
+    options: dict[str, Any],
+) -> Iterator[Runs | None]:
+    """Prepare runs on an executor; yield None without an executor."""
+    if executor is None and work_directory is None:
+        yield None
+        return
+    if _is_module(model):
+        raise SpecError(
+            "got a torch.nn.Module with executor=, but workers read the model from a file: export it to ONNX first"
+        )
+    from detent.onnx_model.batches import open_batches  # noqa: PLC0415 - these import ONNX Runtime
+    from detent.onnx_model.files import load_model  # noqa: PLC0415
+    from detent.onnx_model.workspace import open_workspace  # noqa: PLC0415
+    from detent.sensitivity.measurement_items import RemoteRuns, RunnerRecord  # noqa: PLC0415
+
+    loaded = load_model(_as_source(model))
+    with open_workspace(executor, work_directory, loaded.path) as workspace:
+        if workspace is None:
+            yield None
+            return
+        record = RunnerRecord.of(workspace, loaded, open_batches(data, loaded.inputs), recipe, **options)
+        yield RemoteRuns(workspace, record)
 
 
 def refine(
@@ -205,6 +251,8 @@ def refine(
     runs: int = 100,
     progress: Callable[[int, int], object] | bool | None = None,
     announce: Callable[[Cost], object] | None = None,
+    executor: Executor | None = None,
+    work_directory: str | PathLike[str] | None = None,
 ) -> Mix:
     """Search for the best allocation within a budget by running the model.
 
@@ -221,6 +269,7 @@ def refine(
             starts from.
         progress: as for ``measure``.
         announce: as for ``measure``.
+        executor, work_directory: as for ``measure``.
 
     Returns:
         The best allocation, with its measured SQNR. No allocation at the start of the search has a higher SQNR.
@@ -255,7 +304,9 @@ def refine(
             raise SpecError(
                 f"the model has no layer {layer.name!r} with the measured candidates: call measure for this model"
             )
-    return search(runner, sensitivity, starts, budget_nbytes, limit, announce, progress)
+    described = {"samples": sensitivity.samples, "target": sensitivity.target, "storage": storage, "skip": ()}
+    with _remote(executor, work_directory, model, data, recipe, {**described, "widths": widths}) as remote:
+        return search(runner, sensitivity, starts, budget_nbytes, limit, announce, progress, remote)
 
 
 def run_mix(model: "nn.Module | ModelSource", data: "BatchSource", mix: Mix) -> Mix:

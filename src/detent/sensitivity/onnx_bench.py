@@ -85,8 +85,9 @@ class OnnxLayerRunner:
         """Yield all pairs of a group and a candidate that the group supports."""
         return ((group, option) for group in self.groups for option in self.options if option in group.nbytes)
 
-    def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """Yield the outputs of float type with some groups quantized."""
+    def outputs(self, options: Mapping[str, str], batches: range | None = None) -> Iterator[Sequence[Array]]:
+        """Yield the outputs of float type with some groups quantized; ``batches`` are batch numbers, None for all."""
+        feeds = self._feeds if batches is None else self._feeds[batches.start : batches.stop]
         weights, flags = dict[str, Array](), list[str]()
         for group in self.groups:
             label = group.names[0]
@@ -95,7 +96,7 @@ class OnnxLayerRunner:
                 continue
             flags += [self._flags[name] for name in group.names if name in self._flags]
             weights[label] = self._fake_quantized(label, self._specs[option][label])
-        return (self._model.run(self.names, feed, weights, flags) for feed in self._feeds)
+        return (self._model.run(self.names, feed, weights, flags) for feed in feeds)
 
     def _fake_quantized(self, label: str, spec: QuantSpec) -> Array:
         """Fake-quantize a weight; the params are cached, because a search quantizes the same weight many times."""
@@ -130,7 +131,8 @@ def open_recipe(
             exact_pattern(line.name) for line in recipe_plan.layers if line.reason in {EXCLUDED, NO_RULE}
         )
         plans = {
-            label: plan(prepared, Recipe([Rule(weight=spec)]), target=target, skip=(*skip, *unselected))
+            # The pattern is not "*", for which a plan would give embeddings at least 8 bits.
+            label: plan(prepared, Recipe([Rule("?*", weight=spec)]), target=target, skip=(*skip, *unselected))
             for label, spec in widths.items()
         }
     specs = {
@@ -153,7 +155,7 @@ def open_decisions(
     feeds, count = open_batches(data, original.inputs).first_samples(samples)
     model = float_form(original, decisions)
     layers, params = check_fits(Graph(model), decisions), decisions.tensor_params()
-    quantized = [each for each in decisions.layers if each.is_quantized]
+    quantized = [each for each in decisions.layers if each.weight is not None]
     skipped = skipped_names([each.name for each in quantized], skip, "decisions.layers has")
     quantized = [each for each in quantized if each.name not in skipped]
     if not quantized:
@@ -163,7 +165,8 @@ def open_decisions(
         )
     name = Recipe.from_json(decisions.recipe).name if decisions.recipe else ""
     specs = {name or "recipe": {each.name: each.weight_params.spec for each in quantized}}
-    inputs = {each.name: params[layers[each.name].data] for each in quantized if each.input is not None}
+    placed = [each for each in quantized if each.input is not None and each.own_range is None]
+    inputs = {each.name: params[layers[each.name].data] for each in placed}
     weights = {each.name: each.weight_params for each in quantized}
     layer_rules = _rule_per_layer(quantized, name)
     return OnnxLayerRunner(model, layers, specs, layer_rules, inputs, (feeds, count), storage, weights)
@@ -210,6 +213,7 @@ def _rule_per_layer(quantized: Iterable[LayerPlan | LayerDecision], name: str) -
             observer=line.observer if isinstance(line, LayerPlan) else None,
         )
         for line in quantized
+        if line.weight is not None
     ]
     return Recipe(rules, name)
 
@@ -225,7 +229,9 @@ def _input_params(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> dict[str, Qua
     if calibration is None:
         return {}
     placements = {each.tensor: each for each in graph_plan.placements(calibration.ranges)}
-    specs = {line.name: line.input for line in graph_plan.quantized if line.input is not None}
+    own = set(graph_plan.own_range_layers)
+    lines = [line for line in graph_plan.quantized if line.weight is not None and line.name not in own]
+    specs = {line.name: line.input for line in lines if line.input is not None}
     tensors = {name: graph_plan.layers_by_name[name].data for name in specs}
     return {
         name: activation_params(replace(placements[tensors[name]], spec=spec), calibration, clipped=True)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._prims_common import suggest_memory_format as _suggest_memory_format
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -31,17 +32,20 @@ from detent.spec import QuantSpec
 
 __all__ = [
     "FLOAT_TYPES",
+    "PLAIN_TYPES",
     "Arguments",
     "Order",
     "Slot",
     "arguments_of",
     "borrow",
+    "borrow_as",
     "call_with",
     "check_float",
     "find_runtime",
     "fingerprint",
     "float_outputs",
     "full_tensor",
+    "is_channels_last",
     "is_distributed",
     "is_plain",
     "on_cpu",
@@ -54,7 +58,7 @@ __all__ = [
 ]
 
 FLOAT_TYPES: Mapping[torch.dtype, str] = MappingProxyType({getattr(torch, name): name for name in FLOATS})
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _BFLOAT16 = FLOATS["bfloat16"]
 
 
@@ -65,7 +69,7 @@ def is_plain(x: Tensor) -> bool:
     result is also False during forward-mode differentiation, because native kernels do not compute tangents.
     """
     return (
-        type(x) in _PLAIN
+        type(x) in PLAIN_TYPES
         and x.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
@@ -160,6 +164,12 @@ def _with_axis(spec: QuantSpec, axis: int) -> QuantSpec:
     return spec.replace(granularity=PerAxis(axis))
 
 
+def is_channels_last(x: Tensor) -> bool:
+    """Return whether PyTorch takes x for a channels-last tensor; strides decide, even of axes of size 1."""
+    return x.ndim in _CHANNELS_LAST and _suggest_memory_format(x) == _CHANNELS_LAST[x.ndim]
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 MAX_COPIED_ELEMENTS = 64  # up to this size, a key contains the bytes of a tensor; above it, a checksum is faster
 
 
@@ -171,7 +181,7 @@ def fingerprint(*tensors: Tensor) -> tuple[object, ...]:
     """
     parts: list[object] = []
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
+        if type(tensor) not in PLAIN_TYPES or tensor.device.type != "cpu":
             parts += [tensor.data_ptr(), tensor._version]
             continue
         array = to_array(tensor)
@@ -199,10 +209,15 @@ def borrow(slot: Slot | None, like: Tensor) -> Tensor:
 
     The tensor is valid until the same slot is borrowed again. With slot None, the tensor has new memory.
     """
-    size = like.numel() * like.element_size()
+    return borrow_as(slot, like.shape, like.dtype)
+
+
+def borrow_as(slot: Slot | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return an uninitialized C-contiguous tensor with this shape and dtype, like ``borrow``."""
+    size = shape.numel() * dtype.itemsize
     if slot is None or not MIN_SCRATCH_BYTES <= size <= MAX_SCRATCH_BYTES:
-        return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
-    key = (slot, like.dtype, like.shape)
+        return torch.empty(shape, dtype=dtype)
+    key = (slot, dtype, shape)
     view = _buffers.views.get(key)
     if view is None:
         buffer = _buffers.memory.get(slot)
@@ -210,7 +225,7 @@ def borrow(slot: Slot | None, like: Tensor) -> Tensor:
             _buffers.memory.clear()
             _buffers.views.clear()
             buffer = _buffers.memory[slot] = torch.empty(size, dtype=torch.uint8)
-        view = buffer[:size].view(like.dtype).view(like.shape)
+        view = buffer[:size].view(dtype).view(shape)
         if len(_buffers.views) >= MAX_VIEWS:
             _buffers.views.clear()
         _buffers.views[key] = view

@@ -46,22 +46,29 @@ def unfused_weight(
     if factor is None:
         return quantize(weight)
     quantized = quantize(weight * factor)
-    return quantized.div_(factor) if in_place else quantized / factor
+    return quantized.div_(factor) if in_place else xp.divide(quantized, factor)
 
 
 class Fold:
     """The batch norm that is folded into a layer.
 
-    A fold is not a module, so that folding does not change the module tree.
+    A fold is not a module, so that folding does not change the module tree. If ``layer`` is given, this layer computes
+    the batch norm in evaluation without gradients, too, so that its outputs are those of the exported file.
     """
 
-    def __init__(self, norm: _BatchNorm) -> None:
+    def __init__(self, norm: _BatchNorm, layer: nn.Module | None = None) -> None:
         self.norm = norm
+        self.layer = layer
+        if layer is not None:
+            vars(norm)["fold"] = self
 
     @property
     def is_fused(self) -> bool:
         """Whether the layer computes the batch norm together with its own output."""
-        return bool(getattr(self.norm, "fused", False))
+        if getattr(self.norm, "fused", False):
+            return True
+        layer = self.layer
+        return layer is not None and not (layer.training or self.norm.training or torch.is_grad_enabled())
 
     def fuse(self) -> None:
         """Let the layer compute the batch norm; the batch norm module then returns its input unchanged."""
@@ -72,6 +79,12 @@ class Fold:
         """Let the batch norm module normalize again."""
         if isinstance(self.norm, QuantizedNorm):
             self.norm.fused = False
+            self.norm.fold = self.layer = None
+
+    def quantized_output(self, y: Tensor) -> Tensor:
+        """Quantize the output of the batch norm with the layer's output quantizer, if ``qt.prepare`` placed one."""
+        layer: Any = self.layer
+        return y if layer is None else layer.finish_output(y)
 
     def gain(self) -> Tensor:
         """Return the per-channel gain g, ``gamma / sqrt(running_var + eps)``."""
@@ -109,6 +122,14 @@ class Fold:
         y = xp.astype(values * sign * new, weight.dtype)
         return y if spec.format.kind == "float" else xp.where(y == 0, torch.zeros_like(y), y)
 
+    def exported_scale(self, weight: Tensor, quantizer: Any) -> Tensor:
+        """Return the scales of the exported weight, computed in torch operations."""
+        if not quantizer.absorbs_gain:
+            scale: Tensor = quantizer.traced_values_for(self.with_gain(weight))[0]
+            return scale.detach().reshape(-1)
+        scale = quantizer.traced_values_for(weight)[0].detach()
+        return _scale_with_gain(scale, self.gain().to(scale.dtype)).reshape(-1)
+
     def bias(self, bias: Tensor | None) -> Tensor:
         """Return the bias of the layer after folding the batch norm: ``(b - mean) * g + beta``."""
         norm = self.norm
@@ -139,11 +160,17 @@ class QuantizedNorm(nn.Module):
     float_class: ClassVar[type[nn.Module]]
     fused: bool  # whether the layer before computes this batch norm
     frozen: bool  # whether training uses the running statistics and does not update them
+    fold: Fold | None  # set if the layer before computes this batch norm in evaluation without gradients
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x; return x unchanged if the layer before has already applied this batch norm."""
-        if self.fused:
+        fold = self.fold
+        if self.fused or (fold is not None and fold.is_fused):
             return x
+        y = self._normalized(x)
+        return y if fold is None else fold.quantized_output(y)
+
+    def _normalized(self, x: Tensor) -> Tensor:
         if self.frozen and self.training:
             norm: Any = self
             return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)

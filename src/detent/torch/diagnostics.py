@@ -48,7 +48,9 @@ from detent.ste import Clipped, Custom, Estimator, Identity
 from detent.tables import counted, html_table, short_repr, table_lines
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import call_with, on_cpu, to_array
+from detent.torch.integer_probe import integer_kernels
 from detent.torch.preparation import evaluating, plan_of, quantizers_of, weight_layers
+from detent.torch.quantized_layer import QuantizedMatmul
 from detent.torch.quantizer import FakeQuantize
 
 if TYPE_CHECKING:
@@ -350,7 +352,8 @@ class QuantizerHealth:
 class HealthReport:
     """The health of every quantizer of a model.
 
-    ``str`` returns a table with the warnings below it; notebooks show the report as HTML.
+    ``str`` returns a table with the warnings below it; notebooks show the report as HTML. ``arithmetic`` says which
+    kernels multiply codes in how many layers; it is empty if all layers multiply floats.
 
     >>> report = HealthReport((QuantizerHealth("fc.weight_quantizer", "int8", "PerBatch()", "weight", 8, 0.0, 0.5),))
     >>> report
@@ -364,6 +367,7 @@ class HealthReport:
     """
 
     quantizers: tuple[QuantizerHealth, ...]
+    arithmetic: str = ""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -390,7 +394,8 @@ class HealthReport:
         return [HEAD, *map(_row, self.quantizers)]
 
     def _notes(self) -> list[str]:
-        return [f"! {text}" for text in self.warnings] or ["no warnings"]
+        notes = [f"! {text}" for text in self.warnings] or ["no warnings"]
+        return [*notes, self.arithmetic] if self.arithmetic else notes
 
     def plot(self, metric: Metric = "clip_fraction", ax: "Axes | None" = None) -> "Axes":
         """Plot a metric of each quantizer as bars; quantizers with warnings are red.
@@ -424,7 +429,8 @@ class HealthReport:
 
     def to_json(self) -> str:
         """Return all metrics and warnings as JSON."""
-        return json.dumps({"version": 1, "quantizers": [asdict(each) for each in self.quantizers]})
+        rows = [asdict(each) for each in self.quantizers]
+        return json.dumps({"version": 1, "quantizers": rows, "arithmetic": self.arithmetic})
 
 
 def _row(each: QuantizerHealth) -> tuple[str, ...]:
@@ -472,7 +478,14 @@ def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthRe
     rows = (
         _examine(name, each, weights.get(each), activations.get(each)) for name, each in quantizers_of(model).items()
     )
-    return HealthReport(tuple(rows))
+    return HealthReport(tuple(rows), _arithmetic_text(model))
+
+
+def _arithmetic_text(model: nn.Module) -> str:
+    """Say how many layers multiply codes, and with which kernels; "" if no layer does."""
+    layers = [each for each in model.modules() if isinstance(each, QuantizedMatmul)]
+    count = sum(each.arithmetic == "integer" for each in layers)
+    return f"integer products in {count} of {counted(len(layers), 'layer')}: {integer_kernels().note}" if count else ""
 
 
 def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measure]:

@@ -6,27 +6,32 @@ x, call ``check``.
 
 from typing import Any, cast
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from detent import kernels
 from detent.kernels import Problem, minmax, observe
 from detent.params import QuantParams
 from detent.plan import Plan, find_plan
 from detent.scale_rule import Parameters
 from detent.spec import QuantSpec
 from detent.ste import Estimator
-from detent.torch.arrays import FLOAT_TYPES, Order, Slot, borrow, order_of, to_array, to_tensor
+from detent.torch.arrays import FLOAT_TYPES, Order, Slot, borrow, borrow_as, order_of, to_array, to_tensor
 
 __all__ = [
     "backward",
     "bounds",
     "check",
+    "dequantize",
     "fake_quantize",
     "fake_quantize_dynamic",
     "fake_quantize_masked",
     "learned_backward",
     "masked_backward",
+    "quantize",
+    "quantize_masked",
 ]
 
 Array = NDArray[Any]
@@ -43,6 +48,40 @@ def fake_quantize(x: Tensor, params: QuantParams, step: int = 0, slot: Slot | No
     data = order.lay(x)
     y = borrow(slot, data)
     _plan("fake_quantize", data, order.spec).run(to_array(data), params, out=to_array(y), step=step)
+    return order.restore(y)
+
+
+def quantize(x: Tensor, params: QuantParams) -> Tensor:
+    """Quantize x to codes of one byte, in the memory order of x; a NaN in x is an error."""
+    order = order_of(x, params.spec)
+    data = order.lay(x)
+    codes = _new_codes(data, params.spec)
+    _plan("quantize", data, order.spec).run(to_array(data), params, out=to_array(codes))
+    return order.restore(codes)
+
+
+def quantize_masked(x: Tensor, params: QuantParams, ste: Estimator) -> tuple[Tensor, Tensor] | None:
+    """Quantize x to codes of one byte, with the mask of ``fake_quantize_masked``; None if no kernel supports this.
+
+    The codes have the memory order of x, and the mask that of the codes. A NaN in x gives None, too.
+    """
+    order = order_of(x, params.spec)
+    data = order.lay(x)
+    codes, mask = _new_codes(data, params.spec), np.empty(-(-data.numel() // 8), np.uint8)
+    tiling = order.spec.granularity.tiling(tuple(data.shape))
+    problem = Problem("fake_quantize_masked", tiling, FLOAT_TYPES[x.dtype], order.spec, ste, "propagate")
+    arrays = params.compute_arrays("float64" if x.dtype == torch.float64 else "float32")
+    saw_nan = kernels.quantize_masked(problem, to_array(data), *arrays, to_array(codes), mask)
+    return (order.restore(codes), to_tensor(mask)) if saw_nan is False else None
+
+
+def dequantize(codes: Tensor, params: QuantParams, dtype: torch.dtype, slot: Slot | None = None) -> Tensor:
+    """Dequantize codes of one byte, in their memory order."""
+    order = order_of(codes, params.spec)
+    data = order.lay(codes)
+    y = borrow_as(slot, data.shape, dtype)
+    plan = find_plan("dequantize", tuple(data.shape), FLOAT_TYPES[dtype], order.spec)
+    plan.run(to_array(data), params, out=to_array(y))
     return order.restore(y)
 
 
@@ -99,24 +138,28 @@ def bounds(x: Tensor, spec: QuantSpec) -> tuple[Array, Array, int]:
 
 
 def fake_quantize_dynamic(
-    x: Tensor, spec: QuantSpec, slot: Slot | None = None
+    x: Tensor, spec: QuantSpec, slot: Slot | None = None, *, to_codes: bool = False
 ) -> tuple[Tensor, QuantParams, int] | None:
-    """Compute the range of x and fake-quantize x, in one pass over memory.
+    """Compute the range of x and fake-quantize x, in one pass over memory; ``to_codes`` quantizes instead.
 
-    Returns the fake-quantized x, the parameters, and the number of non-finite elements. Returns None if no kernel
-    supports the spec and the type of x.
+    Returns the fake-quantized x or the codes, the parameters, and the number of non-finite elements. Returns None if
+    no kernel supports the spec and the type of x.
     """
     order = order_of(x, spec)
     data = order.lay(x)
-    y = borrow(slot, data)
+    y = _new_codes(data, spec) if to_codes else borrow(slot, data)
     tiling = order.spec.granularity.tiling(tuple(data.shape))
     problem = Problem("fake_quantize", tiling, FLOAT_TYPES[x.dtype], order.spec, None, "propagate")
-    observed = observe(problem, to_array(data), to_array(y))
+    observed = observe(problem, to_array(data), to_array(y), to_codes=to_codes)
     if observed is None:
         return None
     lo, hi, scale, zero_point, nonfinite = observed
     params = QuantParams.trusted(spec, Parameters(scale, zero_point.astype("int32")), lo, hi)
     return order.restore(y), params, nonfinite
+
+
+def _new_codes(data: Tensor, spec: QuantSpec) -> Tensor:
+    return torch.empty(data.shape, dtype=torch.int8 if spec.format.signed else torch.uint8)
 
 
 def _plan(operation: str, data: Tensor, spec: QuantSpec, ste: Estimator | None = None) -> Plan:

@@ -22,12 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detent.checks import as_integer
-from detent.errors import SpecError
+from detent.errors import NaNError, SpecError, UnsupportedError
 from detent.ste import Estimator, Identity
 from detent.torch import eager
-from detent.torch.arrays import Slot
+from detent.torch.arrays import Slot, is_channels_last, order_of
 from detent.torch.batchnorm import unfused_weight
 from detent.torch.computed_weights import has_weight
+from detent.torch.integer_product import Requantization, WeightCodes, input_codes, integer_product, unsigned_codes
 from detent.torch.operator import (
     Values,
     apply,
@@ -48,6 +49,7 @@ __all__ = [
     "float_class_of",
     "kind_of",
     "matmul",
+    "multiply_codes",
     "register_layer",
     "runs_as_matmul",
 ]
@@ -231,6 +233,7 @@ class Operand(NamedTuple):
     values: Values | None  # None if the operand stays float
     ste: Estimator
     step: int = 0  # counter of stochastic rounding
+    keeps_codes: bool = False  # whether integer products save codes and a mask for backward, instead of x
 
     def quantize(self, x: Tensor, slot: Slot) -> Tensor:
         """Fake-quantize x into scratch memory."""
@@ -239,6 +242,12 @@ class Operand(NamedTuple):
     def quantize_again(self, x: Tensor) -> Tensor:
         """Fake-quantize x again in backward, differentiably in x, for second derivatives."""
         return x if self.values is None else apply(x, Values(self.values.params), self.ste, self.step)
+
+    def codes_and_mask(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Quantize x to what backward keeps instead of x; None if backward keeps x."""
+        if not self.keeps_codes or self.values is None:
+            return None
+        return eager.quantize_masked(x.detach(), self.values.params, self.ste)
 
     def for_backward(self) -> "Operand":
         """Return a copy of the operand for backward that contains no tensors of the autograd graph."""
@@ -258,6 +267,8 @@ class QuantizedWeight(NamedTuple):
     factor: Tensor | None  # factor of a folded batch norm, see ``unfused_weight``
     tensor: Tensor  # the fake-quantized weight
     keep: bool = False  # whether ``tensor`` stays in memory; if not, backward computes it again
+    codes: WeightCodes | None = None  # if given, forward multiplies codes; ``tensor`` is then only for backward
+    scale: Tensor | None = None  # scale of the exported bias is x_scale times this; None if the bias is not rounded
 
     def requantize(self, weight: Tensor) -> Tensor:
         """Compute ``tensor`` again from the float weight, in scratch memory."""
@@ -279,6 +290,32 @@ def matmul(
     return y
 
 
+def multiply_codes(
+    kind: Matmul,
+    x: Tensor,
+    weight: Tensor,
+    operand: Operand,
+    codes: WeightCodes,
+    bias: Tensor | None,
+    requantization: Requantization | None = None,
+    x_codes: Tensor | None = None,
+) -> Tensor:
+    """Multiply the codes of x by the codes of the weight, without gradients; see ``integer_product``.
+
+    The output has the memory format that a float convolution of x and ``weight`` has.
+    """
+    assert operand.values is not None  # noqa: S101 - integer layers quantize their input
+    convolution = kind if isinstance(kind, Convolution) else None
+    channels_last = convolution is not None and (is_channels_last(x) or is_channels_last(weight))
+    try:
+        params = operand.values.params
+        coded = input_codes(x, params) if x_codes is None else unsigned_codes(x_codes, params)
+        y = integer_product(coded, codes, bias, convolution, requantization, channels_last=channels_last)
+    except NaNError:  # NaN has no code: floats show it in the output
+        y = kind.forward(operand.quantize(x, "input"), codes.dequantized(x.dtype), bias)
+    return y.to(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype)
+
+
 _EMPTY = torch.empty(0)
 
 
@@ -294,15 +331,27 @@ class _QuantizedMatmul(torch.autograd.Function):
         *_, kind, operand, quantized = rest
         operand = operand.for_backward()
         ctx.save_for_backward(x, weight)
-        kept = quantized if quantized.keep else quantized._replace(tensor=_EMPTY)
+        kept = quantized._replace(codes=None) if quantized.keep else quantized._replace(tensor=_EMPTY, codes=None)
         ctx.call = kind, operand, kept._replace(operand=quantized.operand.for_backward())
+        if quantized.codes is not None:
+            kept_codes = operand.codes_and_mask(x)
+            if kept_codes is not None:
+                ctx.save_for_backward(*kept_codes, weight)
+                ctx.x_dtype = x.dtype
+            return multiply_codes(
+                kind, x, weight, operand, quantized.codes, bias, None, None if kept_codes is None else kept_codes[0]
+            )
         y: Tensor = kind.forward(operand.quantize(x, "input"), quantized.tensor, bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         kind, operand, quantized = ctx.call
-        x, weight = ctx.saved_tensors
+        *saved, weight = ctx.saved_tensors
+        if len(saved) > 1:
+            codes, mask = saved
+            return _backward_from_codes(ctx, g, codes, mask, weight)
+        (x,) = saved
         needs = ctx.needs_input_grad
         learns_x, learns_w = any(needs[3:5]), any(needs[5:7])  # whether learned values need gradients
         if is_differentiated_twice():
@@ -316,6 +365,25 @@ class _QuantizedMatmul(torch.autograd.Function):
         of_x = _ste_gradients(None if gx is None else gx.to(x.dtype), x, operand, learn=learns_x)
         of_w = _ste_weight_gradients(None if gw is None else gw.to(weight.dtype), weight, quantized, learn=learns_w)
         return of_x[0], of_w[0], gb, *of_x[1:], *of_w[1:], None, None, None
+
+
+def _backward_from_codes(ctx: Any, g: Tensor, codes: Tensor, mask: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of ``_QuantizedMatmul`` from codes and a mask, with the bits that x would give."""
+    kind, operand, quantized = ctx.call
+    needs = ctx.needs_input_grad
+    if is_differentiated_twice():
+        raise UnsupportedError("layers that keep codes have no second derivatives: use qt.prepare(..., memory='float')")
+    params = operand.values.params
+    x_values = eager.dequantize(codes, params, ctx.x_dtype, "input")
+    w_values = quantized.tensor if quantized.keep else quantized.requantize(weight)
+    learns_w = any(needs[5:7])
+    gx, gw, gb = kind.backward(
+        g, x_values.to(g.dtype), w_values.to(g.dtype), (needs[0], needs[1] or learns_w, needs[2])
+    )
+    if gx is not None:
+        gx = eager.masked_backward(gx.to(ctx.x_dtype), mask, order_of(codes, params.spec), params)
+    of_w = _ste_weight_gradients(None if gw is None else gw.to(weight.dtype), weight, quantized, learn=learns_w)
+    return gx, of_w[0], gb, None, None, *of_w[1:], None, None, None
 
 
 def _ste_gradients(g: Tensor | None, x: Tensor, operand: Operand, *, learn: bool) -> Gradients:

@@ -6,7 +6,7 @@ The printed plan has one line per layer: its rule, specs and bytes, or the reaso
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -16,13 +16,16 @@ from detent.errors import SpecError
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.plots import bar_axes
 from detent.recipe import EXCLUDED, NO_RULE, Decision, PlanTotals, Recipe, get_recipe
-from detent.rule import Layer, ObserverSpec, check_axis
+from detent.rule import Arithmetic, Layer, ObserverSpec, check_arithmetic, check_axis
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
 from detent.spec import QuantSpec, stored_nbytes
 from detent.ste import Estimator
-from detent.tables import html_table, short_repr, table_lines
+from detent.tables import counted, html_table, short_repr, table_lines
 from detent.torch.batchnorm import find_folds
 from detent.torch.computed_weights import current_weight
+from detent.torch.integer_limits import has_product, integer_problem
+from detent.torch.integer_placement import find_placements
+from detent.torch.integer_probe import integer_kernels
 from detent.torch.layers import LayerKind, float_class_of, kind_of, runs_as_matmul
 
 if TYPE_CHECKING:
@@ -56,6 +59,12 @@ class LayerPlan:
         observer: observer for calibration; None leaves the choice to ``qt.calibrating``.
         norm: full name of the batch norm that is folded into the layer, or "" if no batch norm is folded.
         tied: weights that an earlier layer has, too; maps the weight name to the full name in the earlier layer.
+        arithmetic: how the layer multiplies: "float", or "integer" (products of codes).
+        arithmetic_note: why a layer with arithmetic "auto" multiplies floats, or "".
+        output_cause: why ``qt.prepare`` places an output quantizer for ONNX Runtime's integer kernel, or "".
+        after_relu: whether the placed output quantizer includes the ReLU that follows the layer.
+        next_layer: name of the layer whose input quantizer ONNX Runtime fuses into this layer, or "".
+        next_after_relu: whether a ReLU comes before that quantizer.
         nbytes_before: bytes of the float weights; a tied weight counts only in its first layer.
         nbytes_after: bytes of the quantized weights; a tied weight counts only in its first layer.
     """
@@ -73,6 +82,12 @@ class LayerPlan:
     observer: ObserverSpec | None = None
     norm: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)
+    arithmetic: Literal["float", "integer"] = "float"
+    arithmetic_note: str = ""
+    output_cause: str = ""
+    after_relu: bool = False
+    next_layer: str = ""
+    next_after_relu: bool = False
     nbytes_before: int = 0
     nbytes_after: int = 0
 
@@ -111,7 +126,9 @@ class ModelPlan(PlanTotals[LayerPlan]):
 
     def _headline(self) -> str:
         ratio = f", {self.nbytes_before / self.nbytes_after:.2f} times smaller" if self.nbytes_after else ""
-        return self._summary() + ratio
+        integers = sum(layer.arithmetic == "integer" for layer in self.layers)
+        products = f"; integer products in {integers} layers: {integer_kernels().note}" if integers else ""
+        return self._summary() + ratio + products
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [HEAD, *map(_row, self.layers)]
@@ -149,6 +166,12 @@ def _row(layer: LayerPlan) -> tuple[str, ...]:
     if layer.norm:
         notes.append(f"folds {layer.norm}")
     notes += [f"{name} is shared with {other}" for name, other in layer.tied.items()]
+    if layer.arithmetic == "integer":
+        notes.append("integer products")
+    if layer.arithmetic_note:
+        notes.append(f"float products: {layer.arithmetic_note}")
+    if layer.output_cause:
+        notes.append(f"output quantizer placed: {layer.output_cause}")
     if layer.is_quantized:
         notes.append(_mode_note(layer))
     return (
@@ -172,19 +195,21 @@ def _mode_note(layer: LayerPlan) -> str:
     return f"{layer.mode}, weights {layer.weight_mode}"
 
 
-def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
+def plan(model: nn.Module, recipe: RecipeLike, *, arithmetic: Arithmetic = "float") -> ModelPlan:
     """Plan what ``qt.prepare`` will quantize, layer by layer; the model is not changed.
 
     Args:
         model: any module.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
+        arithmetic: how layers multiply, for layers whose rules do not say it: "float"; "integer", products of codes
+            with the bits that ONNX Runtime computes; or "auto", integer where possible.
 
     Returns:
         A plan to print, plot or query.
 
     Raises:
-        SpecError: a rule matches no layer, a weight lacks the axis that its rule names, or the recipe gives different
-            specs to tied weights.
+        SpecError: a rule matches no layer, a weight lacks the axis that its rule names, the recipe gives different
+            specs to tied weights, or a layer cannot multiply codes although its arithmetic is "integer".
 
     >>> import detent.torch as qt
     >>> print(qt.plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "w8a16"))  # doctest: +NORMALIZE_WHITESPACE
@@ -194,16 +219,77 @@ def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
     """
     if not isinstance(model, nn.Module):
         raise SpecError(f"got {type(model).__name__} for model, expected a torch.nn.Module")
-    recipe = get_recipe(recipe)
+    recipe, arithmetic = get_recipe(recipe), check_arithmetic(arithmetic)
     candidates = list(_candidates(model))
     layers = _rule_layers(candidates)
     recipe.check_matched(layers)
     owners: dict[int, tuple[str, tuple[object, ...]]] = {}
     lines = []
+    requested: dict[str, Arithmetic] = {}
     for layer, (name, module, kind) in zip(layers, candidates, strict=True):
         decision = recipe.resolve(name, layer.types, first=layer.first, last=layer.last)
+        requested[name] = decision.arithmetic or arithmetic
         lines.append(_tie(_plan_layer(name, module, kind, decision), module, owners))
-    return ModelPlan(recipe, tuple(_with_norms(lines, model)))
+    lines = list(_with_norms(lines, model))
+    if any(each != "float" for each in requested.values()):
+        lines = with_integer_products(lines, model, requested)
+    return ModelPlan(recipe, tuple(lines))
+
+
+_OUTPUT = QuantSpec.parse("uint8/tensor/affine")
+
+
+def with_integer_products(
+    lines: list[LayerPlan], model: nn.Module, requested: Mapping[str, Arithmetic]
+) -> list[LayerPlan]:
+    """Set the arithmetic of each layer, and place the output quantizers that ONNX Runtime's integer kernels need."""
+    modules = dict(model.named_modules())
+    problems = {
+        line.name: integer_problem(modules[line.name], line.weights.get("weight"), line.input)
+        for line in lines
+        if line.is_quantized and requested[line.name] != "float" and has_product(modules[line.name])
+    }
+    refused = {name: each for name, each in problems.items() if each and requested[name] == "integer"}
+    if refused:
+        reasons = [f"  {name or 'the model'}: {reason}" for name, reason in refused.items()]
+        head = f"arithmetic='integer' is not possible in {counted(len(refused), 'layer')}:"
+        raise SpecError("\n".join([head, *reasons, "use arithmetic='auto', or a rule with arithmetic='float'"]))
+    planned = [
+        replace(
+            line,
+            arithmetic="integer" if problems.get(line.name) == "" else "float",
+            arithmetic_note=problems.get(line.name, ""),
+        )
+        for line in lines
+    ]
+    return _with_placements(planned, model)
+
+
+def _with_placements(lines: list[LayerPlan], model: nn.Module) -> list[LayerPlan]:
+    modules = dict(model.named_modules())
+    integers = {line.name: line for line in lines if line.arithmetic == "integer"}
+    norms = {name: line.norm for name, line in integers.items() if line.norm}
+    unsigned = {
+        line.name: line.input is not None and not line.input.symmetric and line.input.qmin == 0
+        for line in lines
+        if line.input is not None and runs_as_matmul(float_class_of(modules[line.name]))
+    }
+    placements = find_placements(model, {name: modules[name] for name in integers}, norms, unsigned)
+    if placements is None:
+        note = "the model cannot be traced, so no output quantizers are placed"
+        return [replace(line, arithmetic_note=note) if line.name in integers else line for line in lines]
+    planned = []
+    for line in lines:
+        place = placements.get(line.name)
+        if place is None or line.output is not None:
+            planned.append(line)
+        elif place.reader:
+            planned.append(replace(line, next_layer=place.reader, next_after_relu=place.after_relu))
+        elif isinstance(modules[line.name], nn.Linear):
+            planned.append(line)
+        else:
+            planned.append(replace(line, output=_OUTPUT, output_cause=place.cause, after_relu=place.after_relu))
+    return planned
 
 
 def _rule_layers(candidates: list[tuple[str, nn.Module, LayerKind | None]]) -> list[Layer]:

@@ -1,8 +1,8 @@
 """Fake quantization as a differentiable operation on tensors.
 
-Native kernels process plain tensors in CPU memory and save one bit per element for the backward pass. Under
-``torch.compile``, ``torch.export`` and ``torch.func``, and on devices other than the CPU, the reference kernels run in
-torch operations (``traced``), which a compiler can fuse. Native kernels and torch operations give the same bits. The
+Native kernels process plain tensors in CPU memory, and Triton kernels (``gpu``) those on GPUs; both save one bit per
+element for the backward pass. Under ``torch.compile``, ``torch.export`` and ``torch.func``, and on other devices, the
+reference kernels run in torch operations (``traced``), which a compiler can fuse. All give the same bits. The
 backward pass uses a straight-through estimator (STE) from ``detent.ste``. Learned scales and zero points receive the
 gradients of LSQ (Esser et al. 2020) and LSQ+ (Bhalgat et al. 2020).
 
@@ -32,6 +32,7 @@ from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, get_
 from detent.torch import eager, traced
 from detent.torch import traced_namespace as xp
 from detent.torch.arrays import check_float, is_plain, on_cpu, scale_dtype, to_array
+from detent.torch.gpu import launch
 
 __all__ = [
     "Values",
@@ -167,10 +168,26 @@ def apply_traced(
             f"got scales of shape {tuple(scale.shape)}, but data of shape {tuple(x.shape)} with granularity "
             f"{spec.granularity} need scales of shape {shape}: make params from these data, or reshape the data"
         )
+    _check_device(x, scale, zero_point)
     s = scale.to(scale_dtype(x)).reshape(shape)
+    if not learned and isinstance(ste, Clipped) and x.requires_grad and torch.is_grad_enabled():
+        z = zero_point.reshape(shape)
+        if traced.runs_on_gpu_kernels(x, s, z, spec, ste, step):
+            masked: Tensor = _MaskedFakeQuantize.apply(x, s, _rounded(z, spec), spec, ste, step)
+            return masked
     function = _CompiledFakeQuantize if torch.compiler.is_compiling() else _TracedFakeQuantize
     y: Tensor = function.apply(x, s, zero_point.reshape(shape), spec, ste, step, learned)
     return y
+
+
+def _check_device(x: Tensor, scale: Tensor, zero_point: Tensor) -> None:
+    """Raise if the parameters are on a different device; PyTorch would multiply by the reciprocal of a CPU scalar."""
+    for name, part in (("scale", scale), ("zero_point", zero_point)):
+        if part.device != x.device and "meta" not in (part.device.type, x.device.type):
+            raise ParamsError(
+                f"got x on {x.device}, but {name} on {part.device}, expected one device: move the model or the data, "
+                f"for example model.to({str(x.device)!r})"
+            )
 
 
 def params_with(values: Values) -> QuantParams:
@@ -315,6 +332,24 @@ class _FakeQuantize(torch.autograd.Function):
             order = ctx.order
             return _linear(g, lambda each: eager.masked_backward(each, saved, order, params)), None, None, None
         return gradient_of(g, saved, params, ste, step), None, None, None
+
+
+class _MaskedFakeQuantize(torch.autograd.Function):
+    """Fake quantization by GPU kernels, with constant parameters and the estimator Clipped; saves a bit per element."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec, ste: Estimator, step: int
+    ) -> Tensor:
+        y, mask, ctx.order = launch.fake_quantize_masked(x, scale, zero_point, spec, ste, step)
+        ctx.save_for_backward(mask)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (mask,) = ctx.saved_tensors
+        order = ctx.order
+        return _linear(g, lambda each: launch.masked_backward(each, mask, order)), *(None,) * 5
 
 
 class _LearnedFakeQuantize(torch.autograd.Function):

@@ -97,6 +97,7 @@ class ParameterState(nn.Module):
         self.spec = spec
         self.mode = mode
         self.name = ""
+        self.arithmetic = "float"  # of the layer, for the saved state
         self._memo = _Memo()
         if spec.scale_format == "e4m3" and not isinstance(mode, PerBatch):
             raise SpecError(f"got mode {mode} for {spec}, whose two-level scales need PerBatch: use mode PerBatch")
@@ -414,8 +415,12 @@ class ParameterState(nn.Module):
         return applied
 
     def get_extra_state(self) -> Tensor:
-        """Return spec and mode as JSON bytes in a tensor, which every checkpoint format can store."""
-        text = json.dumps({"spec": self.spec.to_json(), "mode": self.mode.to_json()})
+        """Return spec and mode as JSON bytes in a tensor, which every checkpoint format can store.
+
+        The state of a weight also says if its layer multiplies codes. This is for information: loading ignores it.
+        """
+        arithmetic = {} if self.arithmetic == "float" else {"arithmetic": self.arithmetic}
+        text = json.dumps({"spec": self.spec.to_json(), "mode": self.mode.to_json(), **arithmetic})
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
@@ -501,7 +506,8 @@ class _Scale(torch.autograd.Function):
 
     @staticmethod
     def forward(initial: Tensor, shift: Tensor, rate: float) -> Tensor:
-        growth = 1.0 + rate * shift.to(initial.dtype)  # FSDP may cast parameters to half precision
+        move = shift.to(initial.dtype)  # FSDP may cast parameters to half precision
+        growth = 1.0 + traced_namespace.multiply(torch.full_like(move, rate), move)
         return initial * growth.clamp(min=MIN_GROWTH)
 
     @staticmethod
@@ -517,7 +523,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def gradient(g: Tensor, initial: Tensor, rate: float) -> Tensor:
         """Return the gradient of the shift, given the gradient g of the scale."""
-        return g / (rate * initial)
+        return traced_namespace.divide(g, rate * initial)
 
 
 class _ZeroPoint(torch.autograd.Function):
@@ -527,7 +533,8 @@ class _ZeroPoint(torch.autograd.Function):
 
     @staticmethod
     def forward(initial: Tensor, shift: Tensor, scale: Tensor, span: float) -> Tensor:
-        return initial + span * shift.to(scale.dtype)
+        move = shift.to(scale.dtype)
+        return initial + traced_namespace.multiply(torch.full_like(move, span), move)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:
@@ -542,7 +549,7 @@ class _ZeroPoint(torch.autograd.Function):
     @staticmethod
     def gradient(g: Tensor, scale: Tensor, span: float) -> Tensor:
         """Return the gradient of the shift, given the gradient g of the zero point."""
-        return g / (span * scale * scale)
+        return traced_namespace.divide(g, span * scale * scale)
 
 
 class _ReverseModeScale(_Scale):

@@ -8,13 +8,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from detent.errors import SpecError, StateError
+from detent.rule import Arithmetic
 from detent.tables import counted
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import process_count, scale_dtype
@@ -22,7 +23,7 @@ from detent.torch.batchnorm import Fold, QuantizedNorm
 from detent.torch.computed_weights import current_weight, has_weight, weight_owner
 from detent.torch.layers import float_class_of, kind_of
 from detent.torch.model_plan import LayerPlan, ModelPlan, RecipeLike, plan
-from detent.torch.quantized_layer import QuantizedLayer, QuantizedMatmul, quantized_class
+from detent.torch.quantized_layer import NextQuantizer, QuantizedLayer, QuantizedMatmul, quantized_class
 from detent.torch.quantizer import FakeQuantize, WatcherFunction
 from detent.torch.untrained_scales import warn_if_untrained
 from detent.torch.weight_scales import WeightLayer, set_weight_scales, starts_in_preparation
@@ -45,6 +46,13 @@ _log = logging.getLogger(__name__)
 
 MAX_DIFFERENCES_SHOWN = 20
 _PLAN = "_detent_plan"
+_LAYER_STATE = (
+    *("fold", "_cache", "_forwards", "fused", "frozen"),
+    *("arithmetic", "bias_rule", "memory", "next_quantizer"),
+)
+_RESERVED = ("fold", "arithmetic", "bias_rule", "memory", "next_quantizer")
+BiasRule = Literal["float", "exported"]
+Memory = Literal["float", "codes", "auto"]
 _FUSED_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
@@ -59,7 +67,15 @@ class _Prepared:
     report: object | None = None  # the PtqReport of a model from qt.quantize
 
 
-def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -> nn.Module:
+def prepare(
+    model: nn.Module,
+    recipe: RecipeLike,
+    *,
+    sync: bool | None = None,
+    arithmetic: Arithmetic = "float",
+    bias: BiasRule = "float",
+    memory: Memory = "auto",
+) -> nn.Module:
     """Prepare a model in place for quantization-aware training, as ``qt.plan`` shows, and return the model.
 
     Parameters stay the same objects, so an existing optimizer keeps working. Learned scales are new parameters: an
@@ -71,6 +87,14 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         sync: if True, only ``qt.sync`` updates EMA ranges, with the merged ranges of all processes. None means True if
             ``torch.distributed`` runs with more than one process, and otherwise False.
+        arithmetic: how layers multiply, for layers whose rules do not say it. "float" multiplies fake-quantized
+            values. "integer" multiplies codes, as ONNX Runtime does, and places the output quantizers that its integer
+            kernels need; a layer that cannot do this is an error. "auto" multiplies codes where possible.
+        bias: "exported" rounds biases of float products as exported files store them, in int32; gradients pass
+            straight through. "float" does not. Integer products always use the exported bias.
+        memory: what integer products keep of their input for backward: "float" keeps the input itself, "codes" keeps
+            codes and one bit per element. "auto" keeps the input if autograd keeps it anyway (the output of a ReLU),
+            and codes otherwise. The results are the same. Learned scales always keep the input.
 
     Raises:
         SpecError: the model is already prepared, sharded or on the meta device, or ``qt.plan`` raises a SpecError.
@@ -83,7 +107,11 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
     if not isinstance(model, nn.Module):
         raise SpecError(f"got {type(model).__name__} for model, expected a torch.nn.Module")
     _check_preparable(model)
-    model_plan = plan(model, recipe)
+    if bias not in ("float", "exported"):
+        raise SpecError(f"got bias={bias!r}, expected 'float' or 'exported'")
+    if memory not in ("float", "codes", "auto"):
+        raise SpecError(f"got memory={memory!r}, expected 'float', 'codes' or 'auto'")
+    model_plan = plan(model, recipe, arithmetic=arithmetic)
     sync = process_count() > 1 if sync is None else sync
     modules = dict(model.named_modules())
     _check_free_names(model_plan, modules)
@@ -97,14 +125,38 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
         set_class(module, quantized_class(type(module)))
         for name, quantizer in quantizers[layer.name].items():
             module.add_module(name, quantizer)
-        if layer.norm and isinstance(module, QuantizedMatmul):
-            module.fold = Fold(modules[layer.norm])
+        if isinstance(module, QuantizedMatmul):
+            _set_arithmetic(module, layer, bias, memory)
+            if layer.norm:
+                owner = module if layer.arithmetic == "integer" else None
+                module.fold = Fold(modules[layer.norm], owner)
+    _link_quantizers(model_plan, modules)
     _change_other_classes(model)
     vars(model)[_PLAN] = _Prepared(model_plan, *_disable_fused_paths(model))
     set_weight_scales(each for each in weight_layers(model) if starts_in_preparation(each[-1]))
     warn_if_untrained(model)
     _log.info("prepared %d of %d layers", len(model_plan.quantized), len(model_plan.layers))
     return model
+
+
+def _set_arithmetic(module: QuantizedMatmul, layer: LayerPlan, bias: BiasRule, memory: Memory) -> None:
+    if bias != "float":
+        module.bias_rule = bias
+    if layer.arithmetic == "integer":
+        module.arithmetic, module.memory = "integer", memory
+        module.weight_quantizer_of("weight").arithmetic = "integer"
+        output = module._modules.get("output_quantizer")
+        if layer.output_cause and layer.after_relu and isinstance(output, FakeQuantize):
+            output.after_relu = True
+
+
+def _link_quantizers(model_plan: ModelPlan, modules: dict[str, nn.Module]) -> None:
+    """Give each integer layer the quantizer that ONNX Runtime fuses into it."""
+    for layer in model_plan.quantized:
+        module, reader = modules[layer.name], modules.get(layer.next_layer) if layer.next_layer else None
+        quantizer = None if reader is None else reader._modules.get("input_quantizer")
+        if isinstance(module, QuantizedMatmul) and isinstance(quantizer, FakeQuantize):
+            module.next_quantizer = NextQuantizer(quantizer, after_relu=layer.next_after_relu)
 
 
 def _change_other_classes(model: nn.Module) -> None:
@@ -152,7 +204,7 @@ def _check_preparable(model: nn.Module) -> None:
 
 def _check_free_names(model_plan: ModelPlan, modules: dict[str, nn.Module]) -> None:
     for layer in model_plan.quantized:
-        for name in ("fold", *_quantizer_names(layer, modules[layer.name])):
+        for name in (*_RESERVED, *_quantizer_names(layer, modules[layer.name])):
             if hasattr(modules[layer.name], name):
                 raise SpecError(
                     f"{layer.name or 'the model'} already has an attribute {name!r}, a name that qt.prepare needs: "
@@ -272,7 +324,7 @@ def unprepare(model: nn.Module) -> nn.Module:
                 if isinstance(child, FakeQuantize) and name.endswith("_quantizer"):
                     del module._modules[name]
         if isinstance(module, QuantizedLayer | QuantizedNorm):
-            for name in ("fold", "_cache", "_forwards", "fused", "frozen"):
+            for name in _LAYER_STATE:
                 vars(module).pop(name, None)
             set_class(module, module.float_class)
     return model

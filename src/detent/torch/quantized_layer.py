@@ -13,25 +13,41 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from detent.errors import UnsupportedError
+from detent.granularity import PerAxis, PerTensor
 from detent.kernels import checksum
 from detent.ops import quantize
+from detent.params import QuantParams
 from detent.spec import QuantSpec
-from detent.ste import Identity
+from detent.ste import Clipped, Identity
 from detent.tensor import QuantizedTensor
+from detent.torch import integer_operator  # noqa: F401 - registers torch.ops.detent.multiply_quantized
 from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor
 from detent.torch.batchnorm import Fold, QuantizedNorm, unfused_weight
 from detent.torch.computed_weights import current_weight, weight_for_forward
-from detent.torch.layers import LayerKind, Operand, QuantizedWeight, kind_of, matmul, runs_as_matmul
-from detent.torch.operator import Values, apply_traced
-from detent.torch.quantizer import FakeQuantize
+from detent.torch.exported_bias import exported_bias
+from detent.torch.integer_product import Requantization, WeightCodes
+from detent.torch.layers import (
+    Convolution,
+    LayerKind,
+    Matmul,
+    Operand,
+    QuantizedWeight,
+    kind_of,
+    matmul,
+    multiply_codes,
+    runs_as_matmul,
+)
+from detent.torch.operator import Values, apply_traced, rounded_zero_point
+from detent.torch.quantizer import FakeQuantize, Quantized
 from detent.torch.recomputation import Recording, is_recorded, once
 
 __all__ = ["QuantizedLayer", "QuantizedMatmul", "WeightCache", "WeightKey", "quantized_class"]
@@ -42,6 +58,40 @@ FROZEN = (
     "and qt.prepare"
 )
 _ANY_ORDER = QuantSpec("int8")
+EMPTY = torch.empty(0)
+
+
+class NextQuantizer:
+    """The input quantizer of the next layer, if ONNX Runtime fuses it into the layer before.
+
+    This is not a module, so that the quantizer stays a child of its own layer. ``after_relu`` says that a ReLU comes
+    before the quantizer. ONNX Runtime drops the ReLU if the smallest code has the value 0, and only then fuses.
+    """
+
+    def __init__(self, quantizer: FakeQuantize, *, after_relu: bool) -> None:
+        self.quantizer, self.after_relu = quantizer, after_relu
+
+    def requantization(self) -> Requantization | None:
+        """Return the current parameters, or None if ONNX Runtime does not fuse the quantizer."""
+        quantizer = self.quantizer
+        if not quantizer.enabled or quantizer.is_passing or not quantizer.is_initialized:
+            return None
+        if quantizer.params.scale.ndim or (self.after_relu and int(quantizer.params.zero_point) != quantizer.spec.qmin):
+            return None
+        return Requantization.of(quantizer.params)
+
+    def tensors(self) -> tuple[Any, ...]:
+        """Return scale, zero point and range of the codes, for compiled code."""
+        quantizer = self.quantizer
+        if not quantizer.enabled or quantizer.is_passing or quantizer.scale.numel() != 1:
+            return ()
+        low, high = int(quantizer.spec.qmin), int(quantizer.spec.qmax)
+        return quantizer.scale, quantizer.zero_point, [low, high, 1] if self.after_relu else [low, high]
+
+
+def _has_channel_scales(spec: QuantSpec) -> bool:
+    """Return whether a weight's spec has one scale per tensor or per output channel, as int32 biases need."""
+    return spec.format.is_integer and spec.granularity in (PerTensor(), PerAxis(0))
 
 
 class QuantizedLayer(nn.Module):
@@ -163,6 +213,10 @@ class QuantizedMatmul(QuantizedLayer):
     weight: Tensor
     bias: Tensor | None
     fold: Fold | None = None
+    arithmetic: Literal["float", "integer"] = "float"
+    bias_rule: Literal["float", "exported"] = "float"
+    memory: Literal["float", "codes", "auto"] = "auto"  # what integer products keep for backward
+    next_quantizer: "NextQuantizer | None" = None
     _cache: "WeightCache | None" = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the argument name of the float layer
@@ -207,8 +261,17 @@ class QuantizedMatmul(QuantizedLayer):
             operand = FLOAT
             if inputs is not None and x.numel():
                 operand = Operand(inputs.values_for(x), inputs.ste, inputs.next_step())
-            trained, quantized = self._native_weight(weight, weights)
-            y = matmul(kind, x, trained, bias, operand, quantized)
+            multiplies_codes = self._multiplies_codes(x, operand, weights)
+            if multiplies_codes and self._keeps_codes(x, operand):
+                operand = operand._replace(keeps_codes=True)
+            trained, quantized = self._native_weight(weight, weights, to_codes=multiplies_codes)
+            if quantized.codes is not None and not (self.training or torch.is_grad_enabled()):
+                requantization = self._requantization(x, bias)
+                y = multiply_codes(kind, x, weight, operand, quantized.codes, bias, requantization)
+            else:
+                y = matmul(kind, x, trained, self._as_exported(bias, operand, quantized), operand, quantized)
+        elif inputs is not None and weights is not None and self._compiles_codes(x):
+            y = self._compiled_product(kind, x, inputs, weights, bias)
         else:
             y = kind.forward(x if inputs is None else inputs(x), self._traced_weight(weight, weights), bias)
         return y.squeeze(0) if unbatched else y
@@ -221,16 +284,100 @@ class QuantizedMatmul(QuantizedLayer):
             return x
         return F.pad(x, layer._reversed_padding_repeated_twice, mode="constant" if mode == "zeros" else mode)
 
+    # Integer arithmetic and the exported bias
+
+    def _multiplies_codes(self, x: Tensor, operand: Operand, weights: FakeQuantize | None) -> bool:
+        if self.arithmetic == "float" or operand.values is None or weights is None:
+            return False
+        return x.dtype != torch.float64
+
+    def _keeps_codes(self, x: Tensor, operand: Operand) -> bool:
+        """Return whether backward keeps codes and one bit per element instead of x.
+
+        With memory "auto", x is kept if autograd or the caller keeps it anyway: the output of a ReLU, or a leaf.
+        """
+        if self.memory == "float" or not torch.is_grad_enabled() or operand.values is None:
+            return False
+        params = operand.values.params
+        if operand.values.is_learned or params.spec.format.signed or not isinstance(operand.ste, Clipped | Identity):
+            return False
+        kept_anyway = x.grad_fn is None or type(x.grad_fn).__name__ == "ReluBackward0"
+        return self.memory == "codes" or not kept_anyway
+
+    def _compiles_codes(self, x: Tensor) -> bool:
+        """Return whether compiled code multiplies codes; exported programs multiply floats, which any runtime has."""
+        if self.arithmetic == "float" or x.dtype != torch.float32 or x.device.type != "cpu":
+            return False
+        return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+    def _compiled_product(
+        self, kind: Matmul, x: Tensor, inputs: FakeQuantize, weights: FakeQuantize, bias: Tensor | None
+    ) -> Tensor:
+        """Multiply codes in compiled code, by ``torch.ops.detent.multiply_quantized``."""
+        fold, weight = self.fold, self.weight
+        is_fused = fold is not None and fold.is_fused
+        x_scale, x_zero_point = inputs.traced_values_for(x)
+        quantized = apply_traced(x, x_scale, x_zero_point, inputs.spec, inputs.ste, learned=inputs.is_learned)
+        if is_fused and fold is not None:
+            values, w_scale = self._traced_weight(weight, weights), fold.exported_scale(weight.detach(), weights)
+        else:
+            factor = self._factor(weight, weights)
+            scaled = weight if factor is None else weight * factor
+            scale, zero_point = weights.traced_values_for(scaled)
+            values = apply_traced(scaled, scale, zero_point, weights.spec, weights.ste, learned=weights.is_learned)
+            values = values if factor is None else values / factor
+            w_scale = scale.detach().reshape(-1) / (1.0 if factor is None else factor.reshape(-1))
+        rounded = x_zero_point.detach()
+        rounded = rounded_zero_point(rounded, inputs.spec) if rounded.is_floating_point() else rounded
+        settings = [*kind.stride, *kind.padding, *kind.dilation, kind.groups] if isinstance(kind, Convolution) else []
+        float_bias = fold is not None and not is_fused
+        following = None if self.training or torch.is_grad_enabled() else self._following(x, bias)
+        output = () if following is None else following.tensors()
+        scales = x_scale.detach(), rounded, w_scale, inputs.spec.format.signed
+        y: Tensor = torch.ops.detent.multiply_quantized(quantized, values, bias, *scales, settings, float_bias, *output)
+        return y
+
+    def _as_exported(self, bias: Tensor | None, operand: Operand, quantized: QuantizedWeight) -> Tensor | None:
+        """Round the bias of a float product as it is exported, if this is requested."""
+        is_float = self.bias_rule == "float" or quantized.codes is not None
+        if is_float or bias is None or operand.values is None or quantized.scale is None:
+            return bias
+        return exported_bias(bias, quantized.scale * float(operand.values.params.scale))
+
+    def _following(self, x: Tensor, bias: Tensor | None) -> NextQuantizer | None:
+        """Return the quantizer that ONNX Runtime may fuse into this layer, or None."""
+        if self.weight.ndim == 2 and x.ndim != 2 and bias is not None:
+            return None  # the exported MatMul is followed by an Add
+        own = self.quantizer("output_quantizer")
+        return self.next_quantizer if own is None else NextQuantizer(own, after_relu=False)
+
+    def _requantization(self, x: Tensor, bias: Tensor | None) -> Requantization | None:
+        following = self._following(x, bias)
+        return None if following is None else following.requantization()
+
+    def finish_output(self, y: Tensor) -> Tensor:
+        """Quantize the output, after the batch norm."""
+        result: Tensor = super()._quantized_output(y)
+        return result
+
+    def _quantized_output(self, result: Any) -> Any:
+        fold = self.fold
+        if fold is not None and fold.layer is not None and not fold.is_fused:
+            return result  # the batch norm calls ``finish_output``
+        return self.finish_output(result)
+
     # The weight in a forward pass
 
-    def _native_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> tuple[Tensor, QuantizedWeight]:
+    def _native_weight(
+        self, weight: Tensor, quantizer: FakeQuantize | None, *, to_codes: bool = False
+    ) -> tuple[Tensor, QuantizedWeight]:
         """Return the tensor that receives the gradient, and the quantized weight for the matmul."""
         fold = self.fold
         if fold is None or not fold.is_fused:
-            return weight, self._unfused_weight(weight, quantizer)
+            return weight, self._unfused_weight(weight, quantizer, to_codes=to_codes)
         if self.training and torch.is_grad_enabled() and weight.requires_grad:
             warnings.warn(FROZEN, stacklevel=3)
-        constant = self._exported_constant(weight, quantizer, fold)
+        constant = self._exported_constant(weight, quantizer, fold, to_codes=to_codes)
         return constant.tensor, constant
 
     def _traced_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> Tensor:
@@ -252,7 +399,7 @@ class QuantizedMatmul(QuantizedLayer):
             return None
         return once(id(fold), lambda: fold.factor(weight), lambda: fold.factor(weight))
 
-    def _unfused_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> QuantizedWeight:
+    def _unfused_weight(self, weight: Tensor, quantizer: FakeQuantize | None, *, to_codes: bool) -> QuantizedWeight:
         """Return the weight of forward passes before ``qt.freeze``, from the cache if nothing has changed."""
         if quantizer is None:
             return QuantizedWeight(FLOAT, None, weight.detach(), keep=True)
@@ -262,9 +409,13 @@ class QuantizedMatmul(QuantizedLayer):
         def make(keep: bool) -> QuantizedWeight:
             data, factor = weight.detach(), self._factor(weight, quantizer)
             scaled = data if factor is None else data * factor
+            if to_codes:
+                coded = quantizer.quantize(scaled, step, None, learned, to_codes=True)
+                return self._coded_weight(coded, factor, keep=keep)
             quantized = quantizer.quantize(scaled, step, None if keep else "weight", learned)
             tensor = quantized.tensor if factor is None else quantized.tensor.div_(factor)
-            return QuantizedWeight(Operand(quantized.values, quantized.ste, step), factor, tensor)
+            operand = Operand(quantized.values, quantized.ste, step)
+            return QuantizedWeight(operand, factor, tensor, scale=self._exported_scale(quantized.values.params))
 
         if quantizer.is_stochastic or not quantizer.is_ready or is_recorded():  # cannot be cached
             return make(False)
@@ -272,28 +423,59 @@ class QuantizedMatmul(QuantizedLayer):
             factor = self._factor(weight, quantizer)
             learned = quantizer.values_for(weight if factor is None else weight.detach() * factor)
         fold = None if self.fold is None or quantizer.absorbs_gain else self.fold
-        quantized = self._cached(weight, quantizer, fold, make)
+        quantized = self._cached(weight, quantizer, fold, make, to_codes=to_codes)
         return quantized if learned is None else quantized._replace(operand=Operand(learned, quantizer.ste, step))
 
-    def _exported_constant(self, weight: Tensor, quantizer: FakeQuantize | None, fold: Fold) -> QuantizedWeight:
+    def _exported_scale(self, params: QuantParams) -> Tensor | None:
+        """Return the weight's scale for the exported bias, or None if the bias is not rounded."""
+        if self.bias_rule == "float" or self.fold is not None or not _has_channel_scales(params.spec):
+            return None
+        return to_tensor(np.asarray(params.scale, np.float32).reshape(-1))
+
+    def _coded_weight(self, coded: Quantized, factor: Tensor | None, *, keep: bool) -> QuantizedWeight:
+        """Make the weight of an integer product; if ``keep``, also make the fake-quantized weight for backward."""
+        scale = to_tensor(np.asarray(coded.values.params.scale, np.float32).reshape(-1))
+        tensor = EMPTY
+        if keep:
+            tensor = WeightCodes(coded.tensor, scale).dequantized(self.weight.dtype)
+            tensor = tensor if factor is None else tensor.div_(factor)
+        scale = scale if factor is None else scale / factor.reshape(-1).to(torch.float32)
+        codes = WeightCodes(coded.tensor, scale, float_bias=self.fold is not None)
+        return QuantizedWeight(Operand(coded.values, coded.ste), factor, tensor, codes=codes)
+
+    def _exported_constant(
+        self, weight: Tensor, quantizer: FakeQuantize | None, fold: Fold, *, to_codes: bool
+    ) -> QuantizedWeight:
         """Return the exported weight, as a constant."""
 
         def make(_: bool) -> QuantizedWeight:
             if quantizer is None:
                 return QuantizedWeight(FLOAT, None, fold.with_gain(weight.detach()), keep=True)
-            return QuantizedWeight(FLOAT, None, to_tensor(self.exported_weight("weight").dequantize()), keep=True)
+            exported = self.exported_weight("weight")
+            scale, codes = to_tensor(np.asarray(exported.params.scale, np.float32).reshape(-1)), None
+            if to_codes:
+                codes = WeightCodes(to_tensor(exported.codes), scale)
+            rounds = self.bias_rule == "exported" and _has_channel_scales(exported.spec)
+            tensor = to_tensor(exported.dequantize())
+            return QuantizedWeight(FLOAT, None, tensor, keep=True, codes=codes, scale=scale if rounds else None)
 
-        return self._cached(weight, quantizer, fold, make)
+        return self._cached(weight, quantizer, fold, make, to_codes=to_codes)
 
     def _cached(
-        self, weight: Tensor, quantizer: FakeQuantize | None, fold: Fold | None, make: Callable[[bool], QuantizedWeight]
+        self,
+        weight: Tensor,
+        quantizer: FakeQuantize | None,
+        fold: Fold | None,
+        make: Callable[[bool], QuantizedWeight],
+        *,
+        to_codes: bool,
     ) -> QuantizedWeight:
         # not cached: sharded weights change without a new version, and inference tensors have no version
         if is_distributed() or weight.is_inference():
             return make(False)
         if self._cache is None:
             self._cache = WeightCache()
-        key = WeightKey.of(weight, quantizer, fold)
+        key = WeightKey.of(weight, quantizer, fold, to_codes=to_codes)
         training = torch.is_grad_enabled() and weight.requires_grad and not key.is_fused
         return self._cache.find(key, weight, make, training=training)
 
@@ -323,9 +505,10 @@ class WeightKey(NamedTuple):
     quantizer: object
     fold: object
     is_fused: bool  # True for the exported weight, False for the unfused weight
+    has_codes: bool  # whether codes are needed, for integer products
 
     @staticmethod
-    def of(weight: Tensor, quantizer: FakeQuantize | None, fold: Fold | None) -> "WeightKey":
+    def of(weight: Tensor, quantizer: FakeQuantize | None, fold: Fold | None, *, to_codes: bool = False) -> "WeightKey":
         """Return the key for the current state of the weight."""
         return WeightKey(
             weight.data_ptr(),
@@ -333,6 +516,7 @@ class WeightKey(NamedTuple):
             None if quantizer is None else quantizer.version(),
             None if fold is None else fold.version(),
             fold is not None and fold.is_fused,
+            to_codes,
         )
 
 
@@ -392,7 +576,7 @@ def _make_class(layer: type[nn.Module]) -> type[nn.Module]:
     name = f"Quantized{layer.__name__}"
     attributes: dict[str, Any] = {"float_class": layer, "__module__": layer.__module__, "__doc__": layer.__doc__}
     if issubclass(layer, _BatchNorm):
-        attributes |= {"fused": False, "frozen": False, "__reduce_ex__": QuantizedLayer.__reduce_ex__}
+        attributes |= {"fused": False, "frozen": False, "fold": None, "__reduce_ex__": QuantizedLayer.__reduce_ex__}
         return type(name, (QuantizedNorm, layer), attributes)
     kind = kind_of(layer)
     if kind is None:

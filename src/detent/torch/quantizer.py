@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -84,6 +85,8 @@ class FakeQuantize(ParameterState):
             parameters, and can call ``params_for(x)``.
         name: full name in the model, for messages.
         observer: observer for ``qt.calibrating``; None leaves the choice to ``qt.calibrating``.
+        after_relu: if True, ranges are those of ``relu(x)``. Codes below the smallest one are clipped, so an affine
+            quantizer includes the ReLU.
 
     >>> import detent as dt, detent.torch as qt, torch
     >>> fq = qt.FakeQuantize("int8", mode=dt.EMA(decay=0.9))
@@ -112,6 +115,7 @@ class FakeQuantize(ParameterState):
         self.sync = False
         self.watcher: WatcherFunction | None = None
         self.observer: ObserverSpec | None = None
+        self.after_relu = False
         self.is_calibrating = False
         self.observers_in_use: tuple[Observer | None, ...] = ()  # observers of nested calibrations, from outer to inner
 
@@ -204,9 +208,9 @@ class FakeQuantize(ParameterState):
         values = self.scale, self.zero_point
         if isinstance(mode, PerBatch):
             if self._texts is not None and compiled_operators.is_supported(x):
-                values = compiled_operators.batch_parameters(x.detach(), self._texts.spec)
+                values = compiled_operators.batch_parameters(self._ranged(x), self._texts.spec)
             else:
-                values = traced.derive(self.spec, *traced.minmax(x.detach(), self.spec))
+                values = traced.derive(self.spec, *traced.minmax(self._ranged(x), self.spec))
             if not recomputed and (self.training or _may_write_in_evaluation()):
                 self.hold_traced(*values)
         elif isinstance(mode, EMA) and self.training and self.observing:
@@ -227,7 +231,7 @@ class FakeQuantize(ParameterState):
             state = self.lo, self.hi, self.scale, self.zero_point, self.initialized
             decay = self.mode.decay  # type: ignore[attr-defined]  # called in mode EMA only
             updated: tuple[Tensor, Tensor] = compiled_operators.ema_parameters(
-                x.detach(), *state, self._texts.spec, decay
+                self._ranged(x), *state, self._texts.spec, decay
             )
             return updated
         self._update_ema_traced(x)
@@ -237,14 +241,21 @@ class FakeQuantize(ParameterState):
         """Return the parameters for x, without a change of state; raise NotCalibratedError if none are set."""
         return self._params_of_batch(x) if isinstance(self.mode, PerBatch) else self.params
 
-    def quantize(self, x: Tensor, step: int, slot: Slot | None = None, values: Values | None = None) -> Quantized:
+    def quantize(
+        self, x: Tensor, step: int, slot: Slot | None = None, values: Values | None = None, *, to_codes: bool = False
+    ) -> Quantized:
         """Fake-quantize a plain tensor without gradients, with ``values`` or, if it is None, with ``values_for(x)``.
 
-        In mode PerBatch, one pass over memory computes the range and quantizes, if a kernel supports this.
+        In mode PerBatch, one pass over memory computes the range and quantizes, if a kernel supports this. With
+        ``to_codes``, the result has codes of one byte instead of fake-quantized values.
         """
-        dynamic = eager.fake_quantize_dynamic(x, self.spec, slot) if isinstance(self.mode, PerBatch) else None
+        dynamic = None
+        if isinstance(self.mode, PerBatch):
+            dynamic = eager.fake_quantize_dynamic(x, self.spec, slot, to_codes=to_codes)
         if dynamic is None:
             values = self.values_for(x) if values is None else values
+            if to_codes:
+                return Quantized(eager.quantize(x, values.params), values, self.ste)
             return Quantized(eager.fake_quantize(x, values.params, step, slot), values, self.ste)
         quantized, params, nonfinite = dynamic
         if nonfinite:
@@ -280,13 +291,16 @@ class FakeQuantize(ParameterState):
         """Return the parameters with which mode Learned starts on its first batch without calibration."""
         if mode.start == "minmax":
             return self._params_of_batch(x)
-        observer = (self.observer or ObserverSpec("mse")).make(self.spec.granularity).observe(to_array(on_cpu(x)))
+        observer = (self.observer or ObserverSpec("mse")).make(self.spec.granularity)
+        observer.observe(to_array(on_cpu(self._ranged(x))))
         if observer.nonfinite:
             self._refuse_nan(x)
         return observer.params(self.spec)
 
     def _range_of(self, x: Tensor) -> Range:
         lo, hi, nonfinite = eager.bounds(x.detach(), self.spec)
+        if self.after_relu:
+            lo, hi = np.maximum(lo, 0), np.maximum(hi, 0)
         if nonfinite:
             self._refuse_nan(x)
             if (lo > hi).all():
@@ -295,6 +309,10 @@ class FakeQuantize(ParameterState):
                     "this quantizer"
                 )
         return lo, hi
+
+    def _ranged(self, x: Tensor) -> Tensor:
+        """Return the values whose range counts."""
+        return torch.relu(x.detach()) if self.after_relu else x.detach()
 
     def _update_ema(self, x: Tensor) -> QuantParams | None:
         """In mode EMA, update the range with x and return new parameters; return None if ``qt.sync`` does this."""
@@ -313,7 +331,7 @@ class FakeQuantize(ParameterState):
         """In mode EMA, update the EMA range with x, in torch operations."""
         if not torch.compiler.is_compiling():
             self._warn_without_sync()
-        lo, hi = (bound.to(torch.float32) for bound in traced.minmax(x.detach(), self.spec))
+        lo, hi = (bound.to(torch.float32) for bound in traced.minmax(self._ranged(x), self.spec))
         if self.sync:
             self.add_pending_traced(lo, hi)
         else:
@@ -385,7 +403,7 @@ class FakeQuantize(ParameterState):
             if observer is None:
                 continue
             before = observer.nonfinite
-            observer.observe(to_array(on_cpu(x)))
+            observer.observe(to_array(on_cpu(self._ranged(x))))
             if observer.nonfinite > before:
                 self._refuse_nan(x)
 

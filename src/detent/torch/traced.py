@@ -1,5 +1,7 @@
 """Traced mode: fake quantization in plain torch operations, for compilers and for devices without native kernels.
 
+In eager mode on a GPU, ``detent.torch.gpu`` runs a Triton kernel instead of the torch operations, if it can.
+
 The functions run the code of ``detent.kernels.reference`` and ``detent.scale_rule`` on the array namespace
 ``traced_namespace``, whose casts and selections compilers do not change. So eager and compiled results have the same
 bits as ``detent.fake_quantize``. ``spec`` and ``ste`` are constants of a trace. Arguments are not checked, because a
@@ -17,10 +19,13 @@ from torch import Tensor
 from detent.errors import UnsupportedError
 from detent.granularity import Tiling
 from detent.kernels import reference
+from detent.kernels.reference.operators import gradient_factor
 from detent.scale_rule import float_parameters
 from detent.spec import QuantSpec
 from detent.ste import Estimator
 from detent.torch import traced_namespace as xp
+from detent.torch.gpu import launch
+from detent.torch.gpu.readiness import can_launch
 
 __all__ = [
     "derive",
@@ -28,11 +33,23 @@ __all__ = [
     "fake_quantize_backward",
     "fake_quantize_learned_backward",
     "minmax",
+    "runs_on_gpu_kernels",
 ]
+
+
+def runs_on_gpu_kernels(
+    x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec, ste: Estimator | None, step: int | Tensor
+) -> bool:
+    """Return whether a GPU kernel runs an operation on these tensors."""
+    if torch.compiler.is_compiling() or not isinstance(step, int):
+        return False
+    return x.device == scale.device == zero_point.device and can_launch(x, spec, ste)
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec, step: int | Tensor = 0) -> Tensor:
     """Return ``dequantize(quantize(x))`` in x's dtype; NaN stays NaN."""
+    if runs_on_gpu_kernels(x, scale, zero_point, spec, None, step):
+        return launch.fake_quantize(x, scale, zero_point, spec, cast("int", step))
     options = _options(x, zero_point, spec, step)
     return cast("Tensor", reference.fake_quantize(x.detach(), scale.detach(), zero_point, **options))
 
@@ -47,6 +64,8 @@ def fake_quantize_backward(
     step: int | Tensor = 0,
 ) -> Tensor:
     """Return the gradient of x given the gradient g of ``fake_quantize``, in x's dtype."""
+    if runs_on_gpu_kernels(x, scale, zero_point, spec, ste, step):
+        return launch.fake_quantize_backward(g, x, scale, zero_point, spec, ste, cast("int", step))
     tensors = (g.detach(), x.detach(), scale.detach(), zero_point)
     options = _options(x, zero_point, spec, step)
     return cast("Tensor", reference.fake_quantize_backward(*tensors, **options, ste=ste))
@@ -67,6 +86,10 @@ def fake_quantize_learned_backward(
     The order of additions is fixed, so the compiled graph depends on the number of elements in a parameter set. Above
     1024 elements, each doubling adds one addition to the graph.
     """
+    if runs_on_gpu_kernels(x, scale, zero_point, spec, ste, step) and launch.supports_sums(spec, tuple(x.shape)):
+        factor = gradient_factor(xp, spec, _tiling(x, spec), grad_scale, scale)
+        whole = cast("int", step)
+        return launch.fake_quantize_learned_backward(g, x, scale, zero_point, spec, ste, factor, whole)
     tensors = (g.detach(), x.detach(), scale.detach(), zero_point)
     options = _options(x, zero_point, spec, step) | {"ste": ste, "grad_scale": grad_scale}
     gx, gs, gz = reference.fake_quantize_learned_backward(*tensors, **options)
@@ -75,6 +98,8 @@ def fake_quantize_learned_backward(
 
 def minmax(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """Return the smallest and largest finite element of each parameter set; (inf, -inf) if no element is finite."""
+    if not torch.compiler.is_compiling() and can_launch(x, spec):
+        return launch.minmax(x, spec)
     lo, hi = reference.minmax(x.detach(), _tiling(x, spec), xp=xp)
     return lo, hi
 

@@ -74,12 +74,13 @@ def problems(
     """
     params, ranges = decisions.tensor_params(), _observed_ranges(decisions)
     for line in decisions.layers:
-        if line.is_quantized:
+        if line.weight is not None:
             layer = layers[line.name]
             incoming = params.get(layer.data) if line.input is not None else None
             weight = graph.array(layer.weight)
             bias = graph.array(layer.bias) if layer.bias in graph.constants else None
             yield from _scale_problems(line, weight, incoming, bias if line.bias is None else line.bias)
+            yield from _own_range_problems(line)
             if line.bias is not None:
                 bias = np.zeros(line.bias.shape, np.float32) if bias is None else bias
                 observed = ranges.get(layer.data) if incoming is not None else line.input_range
@@ -110,6 +111,22 @@ def _scale_problems(
         if not stays_float(bias, unit) and np.abs(bias / unit).max(initial=0.0) > MAX_BIAS_CODE:
             cause = "wrong weight scale: it is so small that the bias does not fit into int32"
             yield Difference.of(line.name, "weight_scale", cause)
+
+
+def _own_range_problems(line: LayerDecision) -> Iterator[Difference]:
+    """Check that the scale of an input in a subgraph is that of its min-max range."""
+    if line.own_range is None or line.input is None:
+        return
+    cause = "wrong scale or zero point of the input: they do not follow from its observed range"
+    if line.own_range.observed_range is None:
+        yield Difference.of(line.name, "own_range", cause)
+        return
+    expected, params = (
+        QuantParams.from_range(line.input, *line.own_range.observed_range),
+        line.own_range.params(line.input),
+    )
+    if expected.scale != params.scale or expected.zero_point != params.zero_point:
+        yield Difference.of(line.name, "own_range", cause, float(expected.scale), float(params.scale))
 
 
 def _is_worse(weight: Array, params: QuantParams, minmax: QuantParams) -> Array:
@@ -233,8 +250,9 @@ def decided(decisions: Decisions, corrections: Mapping[str, Correction]) -> tupl
     layers, lines = decisions.layers, [f"target {decisions.target}, opset {decisions.opset}"]
     quantized = [each for each in layers if each.is_quantized]
     in_float = [each.name for each in layers if not each.is_quantized]
+    matmuls = [each.name for each in layers if each.is_activation_matmul]
     scales = [each.scale for each in decisions.ranges.values()]
-    specs = Counter(str(each.weight) for each in quantized)
+    specs = Counter(str(each.weight) for each in quantized if each.weight is not None)
     spec_counts = ", ".join(f"{count} {spec}" for spec, count in specs.most_common())
     counts = (
         (len(specs), "weight format", "", spec_counts),
@@ -244,7 +262,14 @@ def decided(decisions: Decisions, corrections: Mapping[str, Correction]) -> tupl
             " with zero point",
             f"scales from {min(scales):.3g} to {max(scales):.3g}" if scales else "",
         ),
+        (
+            sum(each.own_range is not None for each in quantized),
+            "activation scale",
+            " in subgraphs, with zero point",
+            "",
+        ),
         (sum(each.dynamic_input is not None for each in quantized), "layer", " with dynamic quantization", ""),
+        (len(matmuls), "matmul", " of two activations", _listed(matmuls)),
         (len(in_float), "layer", " kept in float", _listed(in_float)),
         (len(decisions.equalized), "equalized tensor", "", _listed([each.tensor for each in decisions.equalized])),
         (len(decisions.smoothed), "smoothed tensor", "", _listed([each.tensor for each in decisions.smoothed])),

@@ -28,14 +28,14 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent.checks import first_index
-from detent.onnx.decisions import Decisions, QuantizerPlacement
-from detent.onnx.quantized_graph import bias_codes, bias_scale, readers_of, stays_float
+from detent.onnx.decisions import Decisions, LayerDecision, QuantizerPlacement
+from detent.onnx.quantized_graph import bias_codes, bias_scale, own_nodes, readers_of, replace_layer, stays_float
 from detent.onnx_model.graph import Graph, node_name, reads
-from detent.onnx_model.layers import layers_of
+from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.qdq_reader import DynamicQuantizer, QuantizedGraph, QuantizeNode
-from detent.onnx_model.qdq_writer import QdqParams
+from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, stored_codes
 from detent.onnx_model.sessions import PROBE_BUDGET, make_session, ort_errors
-from detent.onnx_model.targets import Container
+from detent.onnx_model.targets import Container, Target, get_target
 from detent.ops import dequantize, fake_quantize, quantize
 from detent.params import QuantParams
 from detent.verification.codes import compare_codes, shift_of
@@ -48,6 +48,7 @@ __all__ = ["SegmentCheck"]
 
 Array = NDArray[Any]
 FLOAT_NBYTES = 4
+BYTE = 8  # bits
 MAX_NODES_SHOWN = 4
 
 
@@ -157,14 +158,12 @@ class SegmentCheck:
 
     def _replace_weights(self, decisions: Decisions, params: Mapping[str, QuantParams]) -> None:
         graph, layers = self._graph, {layer.name: layer for layer in layers_of(self._graph)}
-        nodes = {node_name(node): node for node in graph.nodes}
         for line in decisions.layers:
-            if not line.is_quantized or line.dynamic_input is not None:
+            if line.weight is None or line.dynamic_input is not None or line.own_range is not None:
                 continue
-            layer, node = layers[line.name], nodes[line.name]
+            layer, node = layers[line.name], layers[line.name].node
             weight = fake_quantize(graph.array(layer.weight), line.weight_params)
-            position = list(node.input).index(layer.weight)
-            graph.set_input(node, position, self._input(f"{layer.weight}_quantized", weight))
+            layer.set_weight(graph, self._input(f"{layer.weight}_quantized", weight))
             bias = graph.array(layer.bias) if layer.bias in graph.constants else None
             bias = bias if line.bias is None else line.bias
             if bias is None:
@@ -204,9 +203,12 @@ class SegmentCheck:
         names = {} if provenance is None else provenance.activations
         quantizers = {names.get(each.node): each for each in self._artifact.dynamic_quantizers}
         for line in decisions.layers:
-            if line.dynamic_input is None:
+            if line.own_range is None and line.dynamic_input is None:
                 continue
             layer = layers[line.name]
+            if line.own_range is not None or layer.outer is not None:
+                self._write_own(line, layer, get_target(decisions.target))
+                continue
             quantizer, output = quantizers.get(layer.data), layer.node.output[0]
             if quantizer is None:
                 self._tally.count(0, 1)
@@ -221,6 +223,14 @@ class SegmentCheck:
             graph.redirect(output, replacement, graph.consumers(output))
             if output in graph.outputs:
                 self._dynamic_outputs[output] = dynamic
+
+    def _write_own(self, line: LayerDecision, layer: Layer, target: Target) -> None:
+        """Quantize a layer in a subgraph as the file does, with codes that detent computes from the source's weight."""
+        graph, writer, params = self._graph, QdqWriter(self._graph), line.weight_params
+        qparams = QdqParams.of(params, target.weight_container(params.spec, min_bits=BYTE), len(layer.shape))
+        codes = stored_codes(quantize(graph.array(layer.weight), params).codes, params, qparams)
+        names = writer.codes(layer.weight, codes, qparams)
+        replace_layer(graph, layer, own_nodes(writer, line, layer, target, names, qparams))
 
     def result(self) -> Segments:
         """Return the result over all batches."""

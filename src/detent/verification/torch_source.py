@@ -134,10 +134,15 @@ class TorchSource:
     def _find_causes(self) -> list[str]:
         """List known reasons why sums in the file differ from sums in the model."""
         causes = []
-        if any(weight.is_bias for weight in self._artifact.weights):
+        layers = [each for each in self._model.modules() if isinstance(each, QuantizedMatmul)]
+        floats = [each for each in layers if each.arithmetic == "float"]
+        if any(weight.is_bias for weight in self._artifact.weights) and any(
+            each.bias_rule == "float" for each in floats
+        ):
             causes.append("biases are rounded to int32")
-        folds = any(isinstance(each, QuantizedMatmul) and each.fold is not None for each in self._model.modules())
-        if folds and not is_frozen(self._model):
+        if len(floats) < len(layers):
+            causes.append("integer products requantize as fused kernels do")
+        if any(each.fold is not None for each in floats) and not is_frozen(self._model):
             causes.append("batch norms are folded only in the file (qt.freeze folds them in the model)")
         return causes
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Literal, NamedTuple, TypeAlias
 
 from detent.checks import plain
@@ -97,6 +98,8 @@ class EndToEnd:
 
     >>> EndToEnd(100, 1, 1, "fc_Q", {"y": 61.25}, 1.0)
     EndToEnd(1 % of the codes differ, by at most 1, first at fc_Q; SQNR of y 61.2 dB; top-1 agreement 100.00 %)
+    >>> EndToEnd(100, 0, output_sqnr_db={"y": float("inf")})
+    EndToEnd(all codes match; y matches bit for bit)
     """
 
     compared_codes: int = 0
@@ -112,7 +115,7 @@ class EndToEnd:
 
     def __str__(self) -> str:
         parts = [self._codes()] if self.compared_codes else []
-        parts.append(", ".join(f"SQNR of {name} {value:.1f} dB" for name, value in self.output_sqnr_db.items()))
+        parts.append(", ".join(_output_text(name, value) for name, value in self.output_sqnr_db.items()))
         if self.agreement is not None:
             parts.append(f"top-1 agreement {self.agreement:.2%}".replace("%", " %"))
         return "; ".join(part for part in parts if part) or "no float output was compared"
@@ -122,6 +125,11 @@ class EndToEnd:
             return "all codes match"
         share = f"{100 * self.differing_codes / self.compared_codes:.2g} %"
         return f"{share} of the codes differ, by at most {self.max_steps}, first at {self.first_node}"
+
+
+def _output_text(name: str, sqnr_db: float) -> str:
+    """Format the SQNR of an output; it is infinite if all values are equal."""
+    return f"{name} matches bit for bit" if sqnr_db == inf else f"SQNR of {name} {sqnr_db:.1f} dB"
 
 
 class Kernel(NamedTuple):
@@ -342,7 +350,9 @@ class VerifyReport:
         parts = [match, *([f"{counted(codes, 'code', ',')} compared, none differ"] if codes else [])]
         run = self.end_to_end.get("optimized")
         if run is not None and (worst := worst_output(run.output_sqnr_db)):
-            parts.append(f"SQNR of worst output {worst!r}: {run.output_sqnr_db[worst]:.1f} dB")
+            sqnr_db = run.output_sqnr_db[worst]
+            worst_text = f"SQNR of worst output {worst!r}: {sqnr_db:.1f} dB"
+            parts.append("all outputs match bit for bit" if sqnr_db == inf else worst_text)
         return f"ok: {'; '.join(parts)}"
 
     def __str__(self) -> str:

@@ -55,11 +55,11 @@ def _multiply(word: Any, factor: int) -> tuple[Any, Any]:
     return high >> 16, ((high & _HALF) << 16) | (low & _HALF)
 
 
-def ratio(spec: QuantSpec, x: Any, s: Any) -> Any:
+def ratio(xp: Any, spec: QuantSpec, x: Any, s: Any) -> Any:
     """Return ``t``: x divided by the scale. Only integer formats may multiply by the reciprocal instead."""
     if spec.format.is_integer and spec.convention.division == "reciprocal":
-        return x * (1.0 / s)
-    return x / s
+        return xp.multiply(x, xp.divide(xp.ones_like(s), s))
+    return xp.divide(x, s)
 
 
 def round_with(xp: Any, rounding: Rounding, t: Any, step: int) -> Any:
@@ -90,7 +90,7 @@ def _thresholds(xp: Any, t: Any, seed: int, step: int) -> Any:
 
 def unclamped(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> Any:
     """Return ``u``: the integer code before clamping, as a float."""
-    t = ratio(spec, x, s)
+    t = ratio(xp, spec, x, s)
     if spec.convention.zero_point == "before_round":
         return round_with(xp, spec.rounding, t + z, step)
     return round_with(xp, spec.rounding, t, step) + z
@@ -156,6 +156,6 @@ def code_values(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> 
     if spec.format.is_integer:
         u = unclamped(xp, spec, x, s, z, step)
         return xp.minimum(xp.maximum(u, xp.full_like(u, spec.qmin)), xp.full_like(u, spec.qmax)) - z
-    t = ratio(spec, x, s)
+    t = ratio(xp, spec, x, s)
     values = level_values(xp, spec.format, encode(xp, spec.format, xp.where(xp.isnan(t), xp.zeros_like(t), t)), t.dtype)
     return xp.where(xp.isnan(t), t, values)

@@ -51,7 +51,7 @@ def quantize(
     x = xp.astype(x, s.dtype)
     if not spec.format.is_integer:
         fill_value = spec.qmin if fill == "qmin" else 0.0
-        t = ratio(spec, x, s)
+        t = ratio(xp, spec, x, s)
         t = xp.where(xp.isnan(t), xp.asarray(fill_value, dtype=t.dtype, device=t.device), t)
         return xp.astype(encode(xp, spec.format, t), xp.uint8)
     u = unclamped(xp, spec, x, s, z, step)
@@ -90,7 +90,7 @@ def fake_quantize(
     if fill is not None:
         fill_value = xp.full_like(value, spec.qmin) - z if fill == "qmin" else xp.zeros_like(value)
         value = xp.where(xp.isnan(value), fill_value, value)
-    return _finish(xp, spec, value * s, x.dtype)
+    return _finish(xp, spec, xp.multiply(value, s), x.dtype)
 
 
 def _finish(xp: Any, spec: QuantSpec, y: Any, dtype: Any) -> Any:
@@ -121,7 +121,8 @@ def fake_quantize_backward(
         return xp.where(_clip_mask(xp, spec, ste, wide, s, z, step), g, xp.zeros_like(g))
     slope = _slope(xp, spec, ste, wide, scale, zero_point, tiling)
     # Where the slope is 0, the gradient is 0 even if g is infinite.
-    return xp.astype(xp.where(slope == 0, xp.zeros_like(slope), xp.astype(g, slope.dtype) * slope), x.dtype)
+    product = xp.multiply(xp.astype(g, slope.dtype), slope)
+    return xp.astype(xp.where(slope == 0, xp.zeros_like(slope), product), x.dtype)
 
 
 def fake_quantize_masked(
@@ -150,7 +151,7 @@ def quantize_backward(
     compute = compute_type(x.dtype, xp)
     wide = xp.astype(g, compute), xp.astype(x, compute)
     through = fake_quantize_backward(*wide, scale, zero_point, spec=spec, tiling=tiling, ste=ste, step=step)
-    return xp.astype(through / tiling.spread(xp.astype(scale, compute), xp), x.dtype)
+    return xp.astype(xp.divide(through, tiling.spread(xp.astype(scale, compute), xp)), x.dtype)
 
 
 def dequantize_backward(g: Any, scale: Any, *, tiling: Tiling) -> Any:
@@ -180,20 +181,20 @@ def fake_quantize_learned_backward(  # noqa: PLR0913 - the operation's own argum
     wide = xp.astype(x, s.dtype)
     inside = _clip_mask(xp, spec, Clipped(), wide, s, z, step)
     value = xp.astype(code_values(xp, spec, wide, s, z, step), xp.float64)
-    t = xp.astype(ratio(spec, wide, s), xp.float64)
+    t = xp.astype(ratio(xp, spec, wide, s), xp.float64)
     g64, zero = xp.astype(g, xp.float64), xp.zeros(g.shape, dtype=xp.float64, device=g.device)
     missing = xp.isnan(wide)
-    scale_terms = xp.where(missing, zero, g64 * xp.where(inside, value - t, value))
-    factor = _gradient_factor(xp, spec, tiling, grad_scale, scale)
-    gs = sum_sets(xp, scale_terms, tiling) * factor
+    scale_terms = xp.where(missing, zero, xp.multiply(g64, xp.where(inside, value - t, value)))
+    factor = gradient_factor(xp, spec, tiling, grad_scale, scale)
+    gs = xp.multiply(sum_sets(xp, scale_terms, tiling), factor)
     if not spec.format.is_integer:
         return gx, xp.astype(gs, scale.dtype), xp.zeros_like(scale)
-    zero_point_terms = xp.where(missing | inside, zero, -xp.astype(s, xp.float64) * g64)
-    gz = sum_sets(xp, zero_point_terms, tiling) * factor
+    zero_point_terms = xp.where(missing | inside, zero, xp.multiply(-xp.astype(s, xp.float64), g64))
+    gz = xp.multiply(sum_sets(xp, zero_point_terms, tiling), factor)
     return gx, xp.astype(gs, scale.dtype), xp.astype(gz, scale.dtype)
 
 
-def _gradient_factor(xp: Any, spec: QuantSpec, tiling: Tiling, grad_scale: float | None, like: Any) -> Any:
+def gradient_factor(xp: Any, spec: QuantSpec, tiling: Tiling, grad_scale: float | None, like: Any) -> Any:
     """Return ``grad_scale``, or the factor of LSQ for each parameter set if ``grad_scale`` is None.
 
     The factor is ``1 / sqrt(N * max(|qmax|, 1))``, where N is the number of elements that share the parameter set.
@@ -203,13 +204,15 @@ def _gradient_factor(xp: Any, spec: QuantSpec, tiling: Tiling, grad_scale: float
     weight = max(abs(spec.qmax), 1)
     # Use Python's square root, because that of some array libraries is off by one ulp.
     factors = [1.0 / sqrt(max(count, 1) * weight) for count in counts(tiling)]
+    if len(set(factors)) == 1:  # no list that a GPU would have to copy
+        return xp.asarray(factors[0], dtype=xp.float64, device=like.device)
     return xp.reshape(xp.asarray(factors, dtype=xp.float64, device=like.device), tiling.scale_shape)
 
 
 def _clip_mask(xp: Any, spec: QuantSpec, ste: Clipped, x: Any, s: Any, z: Any, step: int) -> Any:
     exclusive = ste.bounds == "exclusive"
     if not spec.format.is_integer:
-        return in_range(spec, ratio(spec, x, s), exclusive=exclusive)
+        return in_range(spec, ratio(xp, spec, x, s), exclusive=exclusive)
     if ste.on == "code":
         return in_range(spec, unclamped(xp, spec, x, s, z, step), exclusive=exclusive)
     low, high = (spec.qmin - z) * s, (spec.qmax - z) * s
@@ -219,13 +222,13 @@ def _clip_mask(xp: Any, spec: QuantSpec, ste: Clipped, x: Any, s: Any, z: Any, s
 def _slope(xp: Any, spec: QuantSpec, ste: Estimator, wide: Any, scale: Any, zero_point: Any, tiling: Tiling) -> Any:
     """Return the factor by which a smooth estimator multiplies g; 0 where x is NaN or the range overflows."""
     if isinstance(ste, Tanh) and ste.unit == "step":
-        v = wide / tiling.spread(xp.astype(scale, wide.dtype), xp)
+        v = xp.divide(wide, tiling.spread(xp.astype(scale, wide.dtype), xp))
     else:
         s64 = tiling.spread(xp.astype(scale, xp.float64), xp)
         z64 = tiling.spread(xp.astype(zero_point, xp.float64), xp)
-        center = xp.astype(((spec.qmin + spec.qmax) / 2 - z64) * s64, wide.dtype)
+        center = xp.astype(xp.multiply((spec.qmin + spec.qmax) / 2 - z64, s64), wide.dtype)
         half = xp.astype((spec.qmax - spec.qmin) / 2 * s64, wide.dtype)
-        v = (wide - center) / half
+        v = xp.divide(wide - center, half)
     if isinstance(ste, HardTanh):
         slope = xp.maximum(1.0 - xp.abs(v), xp.zeros_like(v))
     elif isinstance(ste, Tanh):

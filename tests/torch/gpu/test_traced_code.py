@@ -1,0 +1,137 @@
+"""Compiled GPU code of the torch operations in ``traced``: Inductor's PTX for sm_80 keeps the numeric contract.
+
+Most functions are traced with an addition of 1.5 after it, with which a compiler would fuse the last product. Needs
+Triton, but no GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import detent as dt
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+
+from inductor_code import kernels_of, ptx_of  # noqa: E402
+from ptx_rule import float_operations, violations  # noqa: E402
+
+from detent.observers.minmax import mix_seen_ranges  # noqa: E402
+from detent.torch import traced, traced_namespace  # noqa: E402
+
+SHAPE = (64, 96)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SPECS = {
+    "int8": dt.QuantSpec("int8"),
+    "uint8/axis0/affine": dt.QuantSpec.parse("uint8/axis0/affine"),
+    "int4/group32": dt.QuantSpec.parse("int4/group32"),
+    "torch": dt.QuantSpec("int8", convention="torch"),
+    "compressed_tensors": dt.QuantSpec("uint8", convention="compressed_tensors"),
+    "oxicuda": dt.QuantSpec("uint8", convention="oxicuda"),
+    "floor": dt.QuantSpec("int8", rounding="floor"),
+    "float8_e4m3fn": dt.QuantSpec("float8_e4m3fn"),
+    "nf4": dt.QuantSpec("nf4", "group32"),
+}
+ESTIMATORS = {
+    "clipped": dt.ste.Clipped(),
+    "value": dt.ste.Clipped(on="value", bounds="exclusive"),
+    "hard_tanh": dt.ste.HardTanh(),
+}
+
+
+def arguments(spec: dt.QuantSpec, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Data, scale and zero point like those of the spec; their values do not matter."""
+    shape = spec.granularity.tiling(SHAPE).scale_shape
+    scale = torch.empty(shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    return torch.empty(SHAPE, dtype=dtype), scale, torch.empty(shape, dtype=torch.int32)
+
+
+def broken(function: Callable[..., object], directory: Path, *like: torch.Tensor) -> Counter[str]:
+    """Float operations against the rule in all kernels of a function."""
+    assembly = ptx_of(kernels_of(function, *like), directory)
+    return sum((violations(ptx, bare=True) for ptx in assembly.values()), Counter())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_forward(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    spec = SPECS[name]
+
+    def forward(x: torch.Tensor, s: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return traced.fake_quantize(x, s, z, spec).to(s.dtype) + 1.5
+
+    assert not broken(forward, tmp_path, *arguments(spec, dtype))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_forward_with_a_constant_scale(name: str, tmp_path: Path) -> None:
+    """Inductor multiplies by the reciprocal of a constant divisor, unless ``addcdiv`` divides."""
+    spec = SPECS[name]
+    x, s, z = arguments(spec)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        scale = torch.full(s.shape, 0.0123, device=x.device)
+        return traced.fake_quantize(x, scale, torch.full(z.shape, 3, dtype=z.dtype, device=x.device), spec)
+
+    kernels = kernels_of(forward, x)
+    (ptx,) = ptx_of(kernels, tmp_path).values()
+    assert not violations(ptx, bare=True)
+    assert bool(float_operations(ptx)["div.rn.f32"]) == (name != "torch")  # 1 / s is computed by the compiler
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ste", ESTIMATORS)
+def test_backward(ste: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    spec = SPECS["uint8/axis0/affine"]
+
+    def backward(g: torch.Tensor, x: torch.Tensor, s: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return traced.fake_quantize_backward(g, x, s, z, spec, ESTIMATORS[ste]).to(s.dtype) + 1.5
+
+    like = arguments(spec, dtype)
+    assert not broken(backward, tmp_path, like[0], *like)
+
+
+@pytest.mark.parametrize("text", ["uint8/axis0/affine", "int8/axis0/torch", "int4/group32"])
+def test_learned_backward(text: str, tmp_path: Path) -> None:
+    spec = dt.QuantSpec.parse(text)
+
+    def backward(g: torch.Tensor, x: torch.Tensor, s: torch.Tensor, z: torch.Tensor) -> list[torch.Tensor]:
+        gradients = traced.fake_quantize_learned_backward(g, x, s, z, spec, dt.ste.Clipped())
+        return [gradient + 1.5 for gradient in gradients]
+
+    like = arguments(spec)
+    assert not broken(backward, tmp_path, like[0], *like)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_ranges_and_scales(name: str, tmp_path: Path) -> None:
+    """The range of a batch, mixed into an EMA range, and the scale and zero point from it."""
+    spec = SPECS[name]
+    lo = torch.empty(spec.granularity.tiling(SHAPE).scale_shape)
+
+    def observe(x: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        new = traced.minmax(x, spec)
+        mixed = mix_seen_ranges(traced_namespace, (lo, hi), new, 0.99, lo <= hi)
+        return traced.derive(spec, *mixed)
+
+    assert not broken(observe, tmp_path, torch.empty(SHAPE), lo, lo)
+
+
+MUTANTS = {
+    "division": (lambda x, s: x / s, "div.full.f32"),
+    "constant": (lambda x, s: x / torch.full_like(s, 0.3), "of a product"),
+    "product": (lambda x, s: x * s, "fma.rn.f32"),
+    "product through float64": (lambda x, s: (x.double() * s.double()).float(), "fma.rn.f32"),
+    "floor": (lambda x, s: torch.floor(x), "cvt.rmi.ftz.f32.f32"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_rule_catches(name: str, tmp_path: Path) -> None:
+    mutant, expected = MUTANTS[name]
+    found = broken(lambda x, s: mutant(x, s) + 1.5, tmp_path, torch.empty(SHAPE), torch.empty(SHAPE))
+    assert any(expected in each for each in found) or (name == "constant" and "fma.rn.f32" in found), found
