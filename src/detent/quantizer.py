@@ -29,7 +29,7 @@ from detent.codec import check_version, reading
 from detent.convention import Convention, get_convention
 from detent.errors import NotCalibratedError, ParamsError, ShapeError, SpecError, StateError
 from detent.formats import MAX_BITS, Format, get_format, int4, int8
-from detent.observers import EMAMinMax, MinMax
+from detent.observers import MSE, EMAMinMax, MinMax
 from detent.ops import fake_quantize, fake_quantize_backward, fake_quantize_dynamic, fake_quantize_learned_backward
 from detent.params import QuantParams, broadcast, numbers
 from detent.plan import STEP_LIMIT
@@ -391,6 +391,8 @@ class ScaleState:
         if self.observer is not None and training:
             return self._with_observer(copy(self.observer).observe(x))
         if isinstance(self.mode, Learned) and training and self.params is None:
+            if self.mode.start == "mse":
+                return self.with_params(MSE(granularity=self.spec.granularity).observe(x).params(self.spec))
             return self.calibrated(x)
         return self
 

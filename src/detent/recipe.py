@@ -5,9 +5,11 @@ A rule with ``skip=True`` keeps the layer in float, unless a later rule sets a w
 no rule matches are kept in float. A rule that matches no layer is an error (``check_matched``); the message suggests
 similar names.
 
-If no rule sets a mode, ``qt.prepare`` gives activations an EMA range (``EMA(0.99)``), and weights the min-max range of
-their current values (``PerBatch``). In ``qo.quantize``, ``PerBatch`` means dynamic quantization: the file computes the
-range of each input when it runs. ``qo.quantize`` ignores other modes: it fixes these scales when it writes the file.
+If no rule sets a mode, ``qt.prepare`` chooses it by bit width. With 4 bits or fewer, scales are learned, from the range
+of least error (``Learned(start="mse", zero_point="auto", rate=10)``). With more bits, activations have an EMA range
+(``EMA(0.99)``), and weights the min-max range of their current values (``PerBatch``). In ``qo.quantize``, ``PerBatch``
+means dynamic quantization: the file computes the range of each input when it runs. ``qo.quantize`` ignores other modes:
+it fixes these scales when it writes the file.
 
 Presets are ``w<bits>a<bits>[-g<group>]``, ``w8a8-dynamic`` and ``fp8``. Weights are signed and symmetric, per-channel
 (axis 0) or per-group; inputs are unsigned and affine, per-tensor. Presets with ``a16`` are weight-only; below 8 bits

@@ -13,6 +13,7 @@ Modes can be compared and sorted: ``PerBatch() < EMA(d) < Fixed() < Learned()``.
 import json
 from dataclasses import asdict, astuple, dataclass
 from functools import total_ordering
+from math import inf
 from numbers import Real
 
 from detent.codec import parse, reading
@@ -90,7 +91,30 @@ class Fixed(ScaleMode):
 
 @dataclass(frozen=True)
 class Learned(ScaleMode):
-    """Scale and zero point trained by gradients."""
+    """Scale and zero point trained by gradients.
+
+    Args:
+        start: where parameters start without calibration: ``"minmax"``, the range of the first training batch, or
+            ``"mse"``, the MSE-optimal range of the first training batch. In PyTorch, ``"mse"`` also sets the scales of
+            weights in ``qt.prepare``.
+        zero_point: ``"learned"``, or ``"auto"``: the zero point stays constant if the data were non-negative at the
+            start, as after a ReLU, and is learned otherwise.
+        rate: in PyTorch, how much faster scales and zero points learn than weights do with Adam: a step of 1e-3 changes
+            a scale by ``rate`` times 0.1 %.
+    """
+
+    start: str = "minmax"
+    zero_point: str = "learned"
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("start", ("minmax", "mse")), ("zero_point", ("learned", "auto"))):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
+                raise SpecError(f"got {name}={value!r} for mode Learned, expected {' or '.join(map(repr, choices))}")
+        if isinstance(self.rate, bool) or not isinstance(self.rate, Real) or not 0.0 < self.rate < inf:
+            raise SpecError(f"got rate={self.rate!r} for mode Learned, expected a number above 0, for example 10")
+        object.__setattr__(self, "rate", float(self.rate))
 
 
 _MODES: dict[str, type[ScaleMode]] = {"PerBatch": PerBatch, "EMA": EMA, "Fixed": Fixed, "Learned": Learned}

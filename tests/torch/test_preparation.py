@@ -198,19 +198,6 @@ def test_unused_layers() -> None:
     assert set(qt.quantized_state(model)) == {"used.weight", "unused.weight"}
 
 
-def test_layers_whose_weight_is_computed_are_listed() -> None:
-    """Pruned or parametrized layers have no weight parameter; the plan gives this reason."""
-    from torch.nn.utils import parametrizations, prune
-
-    pruned, normed = nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4))
-    prune.random_unstructured(pruned, "weight", 0.5)
-    model = nn.Sequential(pruned, normed, nn.Linear(4, 4))
-    names = {layer.name: layer for layer in qt.plan(model, "w8a8").layers}
-    assert "0" in names
-    assert not names["0"].is_quantized
-    assert any(name.startswith("1") and not layer.is_quantized for name, layer in names.items())
-
-
 def test_lazy_layers_are_rejected() -> None:
     with pytest.raises(dt.DetentError):
         qt.prepare(nn.Sequential(nn.LazyLinear(4)), "w8a8")

@@ -76,9 +76,20 @@ def test_delay_leaves_every_layer_float(recipe):
     model = qt.prepare(make(), recipe)
     schedule = qt.Schedule(model, delay=1)
     assert torch.equal(run(model), run(make()))
-    assert [each for each in quantizers_of(model).values() if each.is_learned and each.is_initialized] == []
+    assert [each for each in quantizers_of(model).values() if each.mode == dt.Learned() and each.is_initialized] == []
     schedule.step()
     assert not torch.equal(run(model), run(make()))
+
+
+def test_scales_of_weights_are_set_again_after_a_delay():
+    torch.manual_seed(0)
+    model = qt.prepare(nn.Sequential(nn.Linear(32, 8)), "w4a16-g32")
+    schedule = qt.Schedule(model, delay=1)
+    with torch.no_grad():
+        model[0].weight.mul_(3.0)  # float training
+    before = model[0].weight_quantizer.scale.clone()
+    schedule.step()
+    torch.testing.assert_close(model[0].weight_quantizer.scale, 3.0 * before)
 
 
 def test_delay_in_evaluation_updates_nothing():

@@ -10,7 +10,6 @@ import detent as dt
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
-from torch.nn.utils import prune  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import detent.torch as qt  # noqa: E402
@@ -210,13 +209,6 @@ def test_freezing_is_final():
         pass
     with pytest.warns(UserWarning, match="no longer train"):
         model.train()(torch.randn(2, 1, 6, 6))
-
-
-def test_a_weight_pruned_after_prepare_is_reported():
-    model = calibrated(mlp())
-    prune.l1_unstructured(model[0], "weight", 0.5)
-    with pytest.raises(dt.StateError, match=r"0\.weight is not a parameter any more"):
-        qt.quantized_state(model)
 
 
 def test_a_class_registered_twice():

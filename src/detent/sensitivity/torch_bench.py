@@ -22,6 +22,7 @@ from detent.sensitivity.layer_noise import FLOAT, Storage
 from detent.spec import QuantSpec
 from detent.torch.arrays import Arguments, arguments_of, call_with, float_outputs
 from detent.torch.calibration import calibrating
+from detent.torch.computed_weights import current_weight
 from detent.torch.model_plan import LayerPlan, ModelPlan, plan
 from detent.torch.preparation import plan_of, prepare, unprepare
 from detent.torch.quantizer import FakeQuantize
@@ -240,8 +241,7 @@ def _groups(model: nn.Module, plans: Mapping[str, ModelPlan], storage: Storage) 
 
 
 def _weights(module: nn.Module, layer: LayerPlan) -> dict[str, Tensor]:
-    weights = {key: module._parameters[key] for key in layer.weights}
-    return {key: weight for key, weight in weights.items() if weight is not None}
+    return {key: current_weight(module, key) for key in layer.weights}
 
 
 def _nbytes(module: nn.Module, layer: LayerPlan, storage: Storage) -> int:

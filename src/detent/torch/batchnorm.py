@@ -219,7 +219,11 @@ def traced_graphs(model: nn.Module) -> tuple[fx.Graph, fx.Graph]:
 
     The trace runs on a copy of the model, which shares the model's parameters. It raises whatever the model raises.
     """
-    copy = deepcopy(model, {id(each): each for each in model.parameters()})
+    memo: dict[int, Any] = {id(each): each for each in model.parameters()}
+    # weights that pruning and weight norm compute as attributes have a gradient function, and cannot be copied
+    attributes = (each for module in model.modules() for each in vars(module).values())
+    memo |= {id(each): each.detach() for each in attributes if isinstance(each, Tensor)}
+    copy = deepcopy(model, memo)
     with torch.random.fork_rng(devices=[]):
         training, evaluation = (fx.Tracer().trace(copy.train(mode)) for mode in (True, False))
     return training, evaluation
@@ -240,4 +244,5 @@ def _pairs_of(graph: fx.Graph) -> dict[str, str]:
 def _is_foldable(layer: nn.Module, norm: nn.Module) -> bool:
     if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or not isinstance(norm, _BatchNorm):
         return False
-    return norm.track_running_stats and norm.num_features == layer.weight.shape[0]
+    channels = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    return norm.track_running_stats and norm.num_features == channels

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from detent.torch.calibration import passing
+from detent.torch.computed_weights import current_weight
 from detent.torch.parameter_changes import ParameterChanges
 from detent.torch.quantized_layer import QuantizedMatmul
 from detent.torch.quantizer import FakeQuantize
@@ -51,8 +52,7 @@ def mean_errors(model: nn.Module, run: Callable[[], object]) -> dict[str, Tensor
 
 
 def _weight_of(layer: nn.Module) -> Tensor:
-    weight: Tensor = layer._parameters["weight"]  # type: ignore[assignment]  # a matmul has a weight
-    return weight
+    return current_weight(layer, "weight")
 
 
 def _quantized_output(layer: nn.Module, args: tuple[Any, ...]) -> Tensor:

@@ -16,14 +16,12 @@ from detent.observers import Observer
 from detent.rule import ObserverSpec, get_observer_spec
 from detent.scale_mode import PerBatch
 from detent.tables import counted
-from detent.torch.arrays import on_cpu, to_array
 from detent.torch.distributed import merge_observers, without_collectives
 from detent.torch.preparation import evaluating, is_frozen, plan_of, quantizers_of, weight_layers
-from detent.torch.quantizer import FakeQuantize
+from detent.torch.weight_scales import observer_spec_for, set_weight_scales
 
-__all__ = ["calibrating", "initialize_weights", "observer_spec_for", "passing", "warn_unseen"]
+__all__ = ["calibrating", "initialize_weights", "passing", "warn_unseen"]
 
-MINMAX_BITS = 8  # with this many bits or more, the default is the min-max range; with fewer, clipping reduces the error
 MAX_NAMES_SHOWN = 5
 
 
@@ -105,21 +103,8 @@ def passing(model: nn.Module, observers: Mapping[str, Observer | None] = Mapping
             quantizer.stop_calibration()
 
 
-def observer_spec_for(quantizer: FakeQuantize, default: ObserverSpec | None) -> ObserverSpec:
-    """Return the observer of a quantizer: that of its rule, otherwise the default, otherwise one for its bit width."""
-    by_bits = "minmax" if quantizer.spec.bits >= MINMAX_BITS else "mse"
-    return quantizer.observer or default or get_observer_spec(by_bits)
-
-
-@torch.no_grad()
 def initialize_weights(
     model: nn.Module, observer: ObserverSpec | None = None, layers: Collection[nn.Module] | None = None
 ) -> None:
     """Set the parameters of weight quantizers from the current weights, in some layers, or in all if it is None."""
-    for _, layer, name, quantizer in weight_layers(model):
-        if not quantizer.enabled or (layers is not None and layer not in layers):
-            continue
-        is_dynamic = isinstance(quantizer.mode, PerBatch)
-        chosen = get_observer_spec("minmax") if is_dynamic else observer_spec_for(quantizer, observer)
-        weight = to_array(on_cpu(layer.float_weight(name)))
-        quantizer.set_params(chosen.params_of(weight, quantizer.spec))
+    set_weight_scales((each for each in weight_layers(model) if layers is None or each[1] in layers), observer)

@@ -33,11 +33,12 @@ from detent.torch import eager
 from detent.torch.activation_ranges import ActivationRanges, watching_inputs
 from detent.torch.arrays import on_cpu, to_array
 from detent.torch.batchnorm import traced_graphs
-from detent.torch.calibration import observer_spec_for, passing
+from detent.torch.calibration import passing
 from detent.torch.layers import runs_as_matmul
 from detent.torch.parameter_changes import ParameterChanges
 from detent.torch.quantized_layer import QuantizedMatmul
 from detent.torch.quantizer import FakeQuantize
+from detent.torch.weight_scales import observer_spec_for
 
 __all__ = ["Between", "Equalized", "apply", "channel_axes", "choose_factors", "find_between"]
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from detent.errors import StateError, UnsupportedError
 from detent.tensor import QuantizedTensor
 from detent.torch.batchnorm import Fold
-from detent.torch.preparation import plan_of, quantized_state, quantizers_of, weight_layers
-from detent.torch.quantized_layer import QuantizedLayer, QuantizedMatmul
+from detent.torch.computed_weights import store_computed_weights, unparametrized
+from detent.torch.preparation import plan_of, quantized_state, quantizers_of, set_class, weight_layers
+from detent.torch.quantized_layer import QuantizedLayer, QuantizedMatmul, quantized_class
 from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["DOMAIN", "Marked", "MarkedQuantizer", "MarkedWeight", "copy_for_export", "fold_in", "mark"]
@@ -78,11 +79,19 @@ def copy_for_export(model: nn.Module) -> nn.Module:
         memo |= {id(each): each for each in parameters}
     try:
         copy = deepcopy(model, memo).eval()
-        return copy if is_on_cpu else copy.cpu()
     except (RuntimeError, TypeError) as error:
         raise UnsupportedError(
             f"the model cannot be copied for export: {error}. Change the model so that copy.deepcopy(model) works"
         ) from error
+    for module in copy.modules():
+        if isinstance(module, QuantizedLayer) and store_computed_weights(module):
+            set_class(module, _class_without_parametrization(module))
+    return copy if is_on_cpu else copy.cpu()
+
+
+def _class_without_parametrization(module: QuantizedLayer) -> type[nn.Module]:
+    own = unparametrized(type(module))  # parametrized after qt.prepare
+    return own if own is not type(module) else quantized_class(unparametrized(module.float_class))
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from detent.ste import Estimator, Identity
 from detent.torch import eager
 from detent.torch.arrays import Slot, is_channels_last, order_of
 from detent.torch.batchnorm import unfused_weight
+from detent.torch.computed_weights import has_weight
 from detent.torch.integer_product import Requantization, WeightCodes, input_codes, integer_product, unsigned_codes
 from detent.torch.operator import (
     Values,
@@ -131,7 +132,7 @@ class LayerKind:
     def weight_names(self, module: nn.Module) -> list[str]:
         """Return the names of this module's weights."""
         names = self.weights if self.names is None else self.names(module)
-        return [name for name in names if isinstance(module._parameters.get(name), nn.Parameter)]
+        return [name for name in names if has_weight(module, name)]
 
     def axis(self, name: str) -> int:
         """Return the output-channel axis of a weight."""
@@ -167,6 +168,7 @@ _KINDS: dict[type[nn.Module], LayerKind] = {
     **dict.fromkeys((nn.Embedding, nn.EmbeddingBag), LayerKind({"weight": 0}, inputs=0)),
     nn.MultiheadAttention: LayerKind(_ATTENTION, inputs=3, shares_input=True),
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), LayerKind({}, inputs=0, names=_recurrent)),
+    **dict.fromkeys((nn.LSTMCell, nn.GRUCell, nn.RNNCell), LayerKind({"weight_ih": 0, "weight_hh": 0}, inputs=0)),
 }
 
 

@@ -3,7 +3,7 @@
 The printed plan has one line per layer: its rule, specs and bytes, or the reason why the layer is kept in float.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from detent.errors import SpecError
-from detent.granularity import PerAxis, PerGroup, PerToken
+from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.plots import bar_axes
 from detent.recipe import EXCLUDED, NO_RULE, Decision, PlanTotals, Recipe, get_recipe
 from detent.rule import Arithmetic, Layer, ObserverSpec, check_arithmetic, check_axis
@@ -22,6 +22,7 @@ from detent.spec import QuantSpec, stored_nbytes
 from detent.ste import Estimator
 from detent.tables import counted, html_table, short_repr, table_lines
 from detent.torch.batchnorm import find_folds
+from detent.torch.computed_weights import current_weight
 from detent.torch.integer_limits import has_product, integer_problem
 from detent.torch.integer_placement import find_placements
 from detent.torch.integer_probe import integer_kernels
@@ -36,6 +37,8 @@ HEAD = ("layer", "type", "rule", "weight", "input", "output", "bytes", "packed",
 BYTE_COLUMNS = (6, 7)
 RecipeLike = Recipe | str | PathLike[str]
 _ACTIVATIONS, _WEIGHTS = EMA(0.99), PerBatch()
+FEW_BITS = 4  # with this many bits or fewer, scales are learned by default
+_FEW = Learned(start="mse", zero_point="auto", rate=10.0)
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ def _row(layer: LayerPlan) -> tuple[str, ...]:
     if layer.output_cause:
         notes.append(f"output quantizer placed: {layer.output_cause}")
     if layer.is_quantized:
-        notes.append(str(layer.mode if layer.input or layer.output else layer.weight_mode))
+        notes.append(_mode_note(layer))
     return (
         layer.name or "(model)",
         layer.type,
@@ -182,6 +185,14 @@ def _row(layer: LayerPlan) -> tuple[str, ...]:
         f"{layer.nbytes_after:,}",
         "; ".join(notes),
     )
+
+
+def _mode_note(layer: LayerPlan) -> str:
+    """Return the mode of the activations, and the mode of the weights if the first does not imply it."""
+    has_activations = layer.input or layer.output
+    if not has_activations or not layer.weights or layer.weight_mode in (_WEIGHTS, layer.mode):
+        return str(layer.mode if has_activations else layer.weight_mode)
+    return f"{layer.mode}, weights {layer.weight_mode}"
 
 
 def plan(model: nn.Module, recipe: RecipeLike, *, arithmetic: Arithmetic = "float") -> ModelPlan:
@@ -314,8 +325,8 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
     rule = decision.rules[-1] if decision.rules else None
     names = [key for key, each in module._parameters.items() if each is not None and each.ndim > 1]
     names = names if kind is None else kind.weight_names(module)
-    parameters = {key: module._parameters[key] for key in names}
-    before = sum(each.numel() * each.element_size() for each in parameters.values() if each is not None)
+    floats = {key: current_weight(module, key) for key in names}
+    before = sum(each.numel() * each.element_size() for each in floats.values())
     plain = LayerPlan(name, float_class_of(module).__name__, rule, nbytes_before=before, nbytes_after=before)
 
     def kept_in_float(reason: str) -> LayerPlan:
@@ -330,7 +341,7 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
         )
     if rule is None or decision.skip:
         return kept_in_float(NO_RULE if rule is None else EXCLUDED)
-    shapes = {key: tuple(each.shape) for key, each in parameters.items() if each is not None}
+    shapes = {key: tuple(each.shape) for key, each in floats.items()}
     weights = {} if decision.weight is None else {key: _placed(decision.weight, kind.axis(key)) for key in names}
     for key, spec in weights.items():
         check_axis(spec, f"{name}.{key}".lstrip("."), shapes[key])
@@ -340,18 +351,34 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
     has_input = kind.inputs > 0
     if not weights and not (decision.output or (decision.input and has_input)):
         return kept_in_float("the rule has no spec that applies to this layer")
-    mode = _ACTIVATIONS if decision.mode is None else decision.mode
+    mode, weight_mode = _modes(decision, weights.values(), has_input=has_input)
     return replace(
         plain,
         weights=weights,
         input=decision.input if has_input else None,
         output=decision.output,
         mode=mode,
-        weight_mode=mode if isinstance(mode, Learned | Fixed) else _WEIGHTS,
+        weight_mode=weight_mode,
         ste=decision.ste,
         observer=decision.observer,
         nbytes_after=sum(stored_nbytes(weights[key], shape) for key, shape in shapes.items()) if weights else before,
     )
+
+
+def _modes(decision: Decision, weights: Iterable[QuantSpec], *, has_input: bool) -> tuple[ScaleMode, ScaleMode]:
+    """Return the scale modes of activations and of weights; without a mode in the recipe, bit widths decide."""
+    if decision.mode is not None:
+        return decision.mode, decision.mode if isinstance(decision.mode, Learned | Fixed) else _WEIGHTS
+    activations = [spec for spec in (decision.input if has_input else None, decision.output) if spec is not None]
+    learns = activations and all(isinstance(spec.granularity, PerTensor) for spec in activations)
+    mode = _FEW if learns and _has_few_bits(activations) else _ACTIVATIONS
+    return mode, _FEW if _has_few_bits(weights) else _WEIGHTS
+
+
+def _has_few_bits(specs: Iterable[QuantSpec]) -> bool:
+    """Return whether all specs are integers of few bits, with scales that can be learned."""
+    checked = [s.format.is_integer and s.bits <= FEW_BITS and s.scale_format == "float" for s in specs]
+    return bool(checked) and all(checked)
 
 
 def _layer_problem(module: nn.Module) -> str:
@@ -363,7 +390,7 @@ def _layer_problem(module: nn.Module) -> str:
     kind = kind_of(module)
     if kind is not None and (kind.weights or kind.names) and not kind.weight_names(module):
         names = " or ".join(kind.weights)
-        return f"there is no parameter {names}: the layer may be pruned, parametrized, or registered with a wrong name"
+        return f"there is no weight {names}: the layer may be registered with a wrong name"
     return ""
 
 

@@ -26,6 +26,7 @@ from detent.errors import DtypeError, ParamsError, ShapeError, UnsupportedError
 from detent.formats import Format
 from detent.params import ParamsLike, QuantParams
 from detent.plan import check_is_params, check_step
+from detent.rule import as_estimator
 from detent.spec import QuantSpec, get_spec
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, get_estimator
 from detent.torch import eager, traced
@@ -45,6 +46,7 @@ __all__ = [
     "learned_derivative_error",
     "learned_gradients",
     "params_with",
+    "parse_texts",
     "registered_backward",
     "registered_fake_quantize",
     "rounded_zero_point",
@@ -502,9 +504,10 @@ def _rounded(zero_point: Tensor, spec: QuantSpec) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _parse(spec: str, ste: str) -> tuple[QuantSpec, Estimator]:
+def parse_texts(spec: str, ste: str) -> tuple[QuantSpec, Estimator]:
+    """Parse the texts of a registered operator: a spec as short text or JSON, and an estimator or ""."""
     parsed = QuantSpec.from_json(spec) if spec.startswith("{") else get_spec(spec)
-    return parsed, get_estimator(ste or None, parsed.convention)  # type: ignore[arg-type]  # raises for unknown names
+    return parsed, as_estimator(ste) if ste else get_estimator(None, parsed.convention)
 
 
 def _params(scale: Tensor, zero_point: Tensor, spec: QuantSpec) -> QuantParams:
@@ -529,7 +532,7 @@ def registered_fake_quantize(
     >>> torch.ops.detent.fake_quantize(torch.tensor([0.4, 0.6]), torch.tensor(1.0), torch.tensor(0), "int8")
     tensor([0., 1.])
     """
-    parsed, _ = _parse(spec, ste)
+    parsed, _ = parse_texts(spec, ste)
     if is_plain(x):
         params = _params(scale, zero_point, parsed)
         eager.check(x, params)
@@ -542,7 +545,7 @@ def registered_backward(
     g: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, spec: str, ste: str = "", step: int = 0
 ) -> Tensor:
     """Compute the gradient of x, given the gradient g of ``torch.ops.detent.fake_quantize``."""
-    parsed, estimator = _parse(spec, ste)
+    parsed, estimator = parse_texts(spec, ste)
     if isinstance(estimator, Custom):
         raise UnsupportedError(
             "got a callable STE, which a graph cannot contain: use the name of an estimator in detent.ste"

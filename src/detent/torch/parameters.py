@@ -6,20 +6,22 @@ the module ``quantizer`` decides when to call it.
 
 Learned parameters (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020) are small shifts from the calibrated values::
 
-    scale      = initial_scale * max(1 + scale_shift, 2^-10)                a shift of 1e-3 is 0.1 % of the scale
-    zero point = initial_zero_point + (qmax - qmin) * zero_point_shift      a shift of 1e-3 is 0.1 % of the code range
+    scale      = initial_scale * max(1 + rate * scale_shift, 2^-10)
+    zero point = initial_zero_point + rate * (qmax - qmin) * zero_point_shift
+
+With a rate of 1, a shift of 1e-3 is 0.1 % of the scale, or 0.1 % of the code range.
 
 If the scale itself were trained, one Adam step of 1e-3 could change the scale by 10 %, and an 8-bit model would
 collapse. Shifts start at 0, so that weight decay pulls the parameters towards the calibrated values. Shifts exist
 before calibration, so that an optimizer can be constructed at any time. Shifts receive the gradients of LSQ and LSQ+,
 multiplied by a factor. With this factor, an SGD step changes the scale as much as in LSQ. The step also changes the
 zero point as much as in LSQ+, which trains an offset instead of the zero point. Adam normalizes gradients, so the
-factor does not affect Adam.
+factor does not affect Adam: there, the rate of the mode (``Learned(rate=...)``) sets how fast scales learn.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -39,7 +41,7 @@ from detent.torch.arrays import FLOAT_TYPES, fingerprint, full_tensor, on_cpu, t
 from detent.torch.operator import learned_derivative_error, rounded_zero_point
 from detent.torch.transforms import is_batched_beyond, lifted, outside
 
-__all__ = ["ParameterState"]
+__all__ = ["LearnedState", "ParameterState"]
 
 Array = NDArray[Any]
 MIN_GROWTH = 2.0**-10  # minimum of scale / initial_scale, so that a learned scale stays positive
@@ -132,7 +134,7 @@ class ParameterState(nn.Module):
             self.pending = torch.full((2, *shape), -torch.inf, device=device)
         if isinstance(self.mode, Learned):
             self.register_buffer("initial_scale", unset())
-            self.register_buffer("initial_zero_point", unset(torch.int32))
+            self.register_buffer("initial_zero_point", unset())  # a float, because averages truncate integers
             self.scale_shift = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
             self.zero_point_shift = None if self.spec.symmetric else nn.Parameter(torch.zeros_like(self.scale_shift))
         if self.is_stochastic:
@@ -158,7 +160,15 @@ class ParameterState(nn.Module):
     @property
     def is_initialized(self) -> bool:
         """Whether parameters were set."""
-        return self._memo.params is not None or bool(self.initialized)
+        return self._memo.params is not None or self._is_set
+
+    @property
+    def _is_set(self) -> bool:
+        """Whether the buffers hold parameters.
+
+        An average of models (``AveragedModel(use_buffers=True)``) may truncate ``initialized`` to 0, but not the scale.
+        """
+        return bool(self.initialized) or bool(self.scale.numel() and not torch.isnan(self.scale).any())
 
     @property
     def is_ready(self) -> bool:
@@ -193,7 +203,7 @@ class ParameterState(nn.Module):
         memo = self._memo
         if memo.params is not None and (self.scale.shape == (0,) or self._contains(memo.params)):
             return memo.params
-        if not bool(self.initialized):
+        if not self._is_set:
             raise NotCalibratedError(
                 f"{self.label} has no parameters yet: calibrate the model (`with qt.calibrating(model): ...`) or train "
                 "it"
@@ -219,12 +229,19 @@ class ParameterState(nn.Module):
         """
         compiling = torch.compiler.is_compiling()  # compilers reject autograd functions with a jvp
         scale_function = _Scale if compiling else _ReverseModeScale
-        scale: Tensor = scale_function.apply(self.initial_scale, full_tensor(self.scale_shift))
+        mode: Learned = self.mode  # type: ignore[assignment]  # called in mode Learned only
+        scale: Tensor = scale_function.apply(self.initial_scale, full_tensor(self.scale_shift), mode.rate)
         if self.zero_point_shift is None:
             return scale, None
-        shift, span = full_tensor(self.zero_point_shift), self.spec.qmax - self.spec.qmin
         zero_point_function = _ZeroPoint if compiling else _ReverseModeZeroPoint
+        shift = _unless_held(full_tensor(self.zero_point_shift), self.initial_zero_point, self.spec, mode)
+        span = _span(self.spec, mode)
         return scale, zero_point_function.apply(self.initial_zero_point, shift, self.initial_scale, span)
+
+    def learned_state(self) -> "LearnedState":
+        """Return the tensors from which ``learned_values`` computes scale and zero point."""
+        shift = None if self.zero_point_shift is None else full_tensor(self.zero_point_shift)
+        return LearnedState(self.initial_scale, self.initial_zero_point, full_tensor(self.scale_shift), shift)
 
     def refresh(self, learned: tuple[Tensor, Tensor | None] | None = None) -> Self:
         """In mode Learned, update the buffers ``scale`` and ``zero_point`` from the learned values."""
@@ -443,24 +460,70 @@ class ParameterState(nn.Module):
             self.pending.fill_(-torch.inf)
 
 
+def _unless_held(shift: Tensor, initial_zero_point: Tensor, spec: QuantSpec, mode: Learned) -> Tensor:
+    """Return the shift, or the gradient of a shift, with 0 for zero points that the mode does not train."""
+    if mode.zero_point != "auto":
+        return shift
+    return torch.where(initial_zero_point == spec.qmin, torch.zeros_like(shift), shift)
+
+
+def _span(spec: QuantSpec, mode: Learned) -> float:
+    """Return by how much a shift of 1 changes the zero point."""
+    return (spec.qmax - spec.qmin) * mode.rate
+
+
+class LearnedState(NamedTuple):
+    """The tensors of a quantizer of mode Learned, for operators that compute without autograd."""
+
+    initial_scale: Tensor
+    initial_zero_point: Tensor
+    scale_shift: Tensor
+    zero_point_shift: Tensor | None
+
+    def values(self, spec: QuantSpec, mode: Learned) -> tuple[Tensor, Tensor]:
+        """Return the learned scale, and the learned zero point before rounding, as in ``learned_values``."""
+        scale = _Scale.forward(self.initial_scale, self.scale_shift, mode.rate)
+        if self.zero_point_shift is None:
+            return scale, self.initial_zero_point
+        shift = _unless_held(self.zero_point_shift, self.initial_zero_point, spec, mode)
+        return scale, _ZeroPoint.forward(self.initial_zero_point, shift, self.initial_scale, _span(spec, mode))
+
+    def gradients(self, gs: Tensor, gz: Tensor, spec: QuantSpec, mode: Learned) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the shifts, given those of scale and zero point; 0 for a missing shift."""
+        shape, initial = self.scale_shift.shape, self.initial_scale
+        gs, gz = (g.reshape(shape).to(initial.dtype) for g in (gs, gz))
+        of_scale = _Scale.gradient(gs, initial, mode.rate)
+        if self.zero_point_shift is None:
+            return of_scale, torch.zeros_like(of_scale)
+        of_zero_point = _ZeroPoint.gradient(gz, initial, _span(spec, mode))
+        return of_scale, _unless_held(of_zero_point, self.initial_zero_point, spec, mode)
+
+
 class _Scale(torch.autograd.Function):
     """The learned scale, as a differentiable function of ``scale_shift``."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(initial: Tensor, shift: Tensor) -> Tensor:
-        growth = 1.0 + shift.to(initial.dtype)  # FSDP may cast parameters to half precision
+    def forward(initial: Tensor, shift: Tensor, rate: float) -> Tensor:
+        move = shift.to(initial.dtype)  # FSDP may cast parameters to half precision
+        growth = 1.0 + traced_namespace.multiply(torch.full_like(move, rate), move)
         return initial * growth.clamp(min=MIN_GROWTH)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0])
+        ctx.rate = inputs[2]
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None]:
         (initial,) = ctx.saved_tensors
-        return None, traced_namespace.divide(g, initial)
+        return None, _Scale.gradient(g, initial, ctx.rate), None
+
+    @staticmethod
+    def gradient(g: Tensor, initial: Tensor, rate: float) -> Tensor:
+        """Return the gradient of the shift, given the gradient g of the scale."""
+        return traced_namespace.divide(g, rate * initial)
 
 
 class _ZeroPoint(torch.autograd.Function):
@@ -481,7 +544,12 @@ class _ZeroPoint(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None, None]:
         (scale,) = ctx.saved_tensors
-        return None, traced_namespace.divide(g, ctx.span * scale * scale), None, None
+        return None, _ZeroPoint.gradient(g, scale, ctx.span), None, None
+
+    @staticmethod
+    def gradient(g: Tensor, scale: Tensor, span: float) -> Tensor:
+        """Return the gradient of the shift, given the gradient g of the zero point."""
+        return traced_namespace.divide(g, span * scale * scale)
 
 
 class _ReverseModeScale(_Scale):

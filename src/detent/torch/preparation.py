@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from detent.errors import SpecError, StateError
@@ -20,11 +20,13 @@ from detent.tables import counted
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import process_count, scale_dtype
 from detent.torch.batchnorm import Fold, QuantizedNorm
+from detent.torch.computed_weights import current_weight, has_weight, weight_owner
 from detent.torch.layers import float_class_of, kind_of
 from detent.torch.model_plan import LayerPlan, ModelPlan, RecipeLike, plan
 from detent.torch.quantized_layer import NextQuantizer, QuantizedLayer, QuantizedMatmul, quantized_class
 from detent.torch.quantizer import FakeQuantize, WatcherFunction
 from detent.torch.untrained_scales import warn_if_untrained
+from detent.torch.weight_scales import WeightLayer, set_weight_scales, starts_in_preparation
 
 __all__ = [
     "evaluating",
@@ -35,6 +37,7 @@ __all__ = [
     "prepared_state",
     "quantized_state",
     "quantizers_of",
+    "set_class",
     "unprepare",
     "weight_layers",
 ]
@@ -112,14 +115,14 @@ def prepare(
     sync = process_count() > 1 if sync is None else sync
     modules = dict(model.named_modules())
     _check_free_names(model_plan, modules)
-    shared: dict[int, FakeQuantize] = {}
+    shared: dict[object, FakeQuantize] = {}
     quantizers = {
         layer.name: _make_quantizers(layer, modules[layer.name], shared, sync=sync) for layer in model_plan.quantized
     }
     # all checks are done above, so a call that raises leaves the model unchanged
     for layer in model_plan.quantized:
         module = modules[layer.name]
-        _set_class(module, quantized_class(type(module)))
+        set_class(module, quantized_class(type(module)))
         for name, quantizer in quantizers[layer.name].items():
             module.add_module(name, quantizer)
         if isinstance(module, QuantizedMatmul):
@@ -130,6 +133,7 @@ def prepare(
     _link_quantizers(model_plan, modules)
     _change_other_classes(model)
     vars(model)[_PLAN] = _Prepared(model_plan, *_disable_fused_paths(model))
+    set_weight_scales(each for each in weight_layers(model) if starts_in_preparation(each[-1]))
     warn_if_untrained(model)
     _log.info("prepared %d of %d layers", len(model_plan.quantized), len(model_plan.layers))
     return model
@@ -163,10 +167,10 @@ def _change_other_classes(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            _set_class(module, quantized_class(type(module)))
+            set_class(module, quantized_class(type(module)))
         # attention reads out_proj.weight, which returns quantized values only inside the forward of a quantized layer
         elif isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, QuantizedLayer):
-            _set_class(module, quantized_class(float_class_of(module)))
+            set_class(module, quantized_class(float_class_of(module)))
 
 
 def _disable_fused_paths(model: nn.Module) -> tuple[list[Any], list[nn.TransformerEncoder]]:
@@ -175,6 +179,7 @@ def _disable_fused_paths(model: nn.Module) -> tuple[list[Any], list[nn.Transform
     for encoder in nested:
         encoder.use_nested_tensor = False  # nested tensors have no shape
     hooks = [model.register_load_state_dict_pre_hook(_check_checkpoint)]
+    hooks.append(model.register_load_state_dict_post_hook(_set_missing_scales))
     # fused paths read the float parameters of inner layers; PyTorch uses no fused path for a module with a hook
     hooks += [each.register_forward_pre_hook(_empty_hook) for each in model.modules() if isinstance(each, _FUSED_PATHS)]
     return hooks, nested
@@ -215,7 +220,7 @@ def _quantizer_names(layer: LayerPlan, module: nn.Module) -> list[str]:
 
 
 def _make_quantizers(
-    layer: LayerPlan, module: nn.Module, shared: dict[int, FakeQuantize], *, sync: bool
+    layer: LayerPlan, module: nn.Module, shared: dict[object, FakeQuantize], *, sync: bool
 ) -> dict[str, FakeQuantize]:
     """Make the quantizers of a layer, by name; ``shared`` maps ids of weights to quantizers, for tied weights."""
     first = next((each for each in module.parameters() if each.is_floating_point()), None)
@@ -223,23 +228,30 @@ def _make_quantizers(
     quantizers = {}
     for name in _quantizer_names(layer, module):
         weight = name.removesuffix("_quantizer")
-        parameter = module._parameters[weight] if weight in layer.weights else None
-        quantizer = None if parameter is None else shared.get(id(parameter))
+        parameter = current_weight(module, weight) if weight in layer.weights else None
+        owner = _owner_key(module, weight) if weight in layer.weights else None
+        quantizer = None if owner is None else shared.get(owner)
         if quantizer is None:
             quantizer = _make_quantizer(layer, name, parameter, dtype)
             quantizer.name = f"{layer.name}.{name}".lstrip(".")
             quantizer.observer, quantizer.sync = layer.observer, sync and parameter is None
             quantizer.to(device).train(module.training)
-        if parameter is not None:
-            shared[id(parameter)] = quantizer
+        if owner is not None:
+            shared[owner] = quantizer
         quantizers[name] = quantizer
     return quantizers
 
 
-def _make_quantizer(layer: LayerPlan, name: str, parameter: nn.Parameter | None, dtype: torch.dtype) -> FakeQuantize:
+def _owner_key(module: nn.Module, weight: str) -> object:
+    """Return a key that is equal for tied weights; a module may compute several weights, which are not tied."""
+    owner = weight_owner(module, weight)
+    return (id(owner), weight) if owner is module else id(owner)
+
+
+def _make_quantizer(layer: LayerPlan, name: str, weight: Tensor | None, dtype: torch.dtype) -> FakeQuantize:
     try:
-        if parameter is not None:
-            spec, shape = layer.weights[name.removesuffix("_quantizer")], tuple(parameter.shape)
+        if weight is not None:
+            spec, shape = layer.weights[name.removesuffix("_quantizer")], tuple(weight.shape)
             return FakeQuantize(spec, layer.weight_mode, layer.ste, shape=shape, dtype=dtype)
         data_spec = layer.output if name == "output_quantizer" else layer.input
         assert data_spec is not None  # noqa: S101 - _quantizer_names lists only quantizers with a spec
@@ -263,7 +275,23 @@ def _check_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_:
         raise StateError("\n".join([head, *differences[:MAX_DIFFERENCES_SHOWN], advice]))
 
 
-def _set_class(module: nn.Module, layer: type[nn.Module]) -> None:
+def _set_missing_scales(module: nn.Module, keys: Any) -> None:
+    """Set the scales of weights after loading a checkpoint without scales, which is from a float model."""
+    missing = [f".{key}" for key in keys.missing_keys]  # names may begin with those of wrappers
+
+    def is_missing(name: str) -> bool:
+        return any(key.endswith(f".{name}") for key in missing)
+
+    names = {quantizer: name for name, quantizer in quantizers_of(module).items()}
+    set_weight_scales(
+        each
+        for each in weight_layers(module)
+        if starts_in_preparation(each[-1]) and is_missing(f"{names[each[-1]]}.scale") and not is_missing(each[0])
+    )
+
+
+def set_class(module: nn.Module, layer: type[nn.Module]) -> None:
+    """Change the class of a module, in place."""
     module.__class__ = layer
 
 
@@ -298,7 +326,7 @@ def unprepare(model: nn.Module) -> nn.Module:
         if isinstance(module, QuantizedLayer | QuantizedNorm):
             for name in _LAYER_STATE:
                 vars(module).pop(name, None)
-            _set_class(module, module.float_class)
+            set_class(module, module.float_class)
     return model
 
 
@@ -400,7 +428,7 @@ def quantizers_of(model: nn.Module) -> dict[str, FakeQuantize]:
     return {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantize)}
 
 
-def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, FakeQuantize]]:
+def weight_layers(model: nn.Module) -> list[WeightLayer]:
     """List (full name, layer, weight name, quantizer) for each quantized weight; tied weights occur under each name."""
     weights = []
     for prefix, layer in model.named_modules():
@@ -411,11 +439,8 @@ def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, Fake
             if not isinstance(quantizer, FakeQuantize) or key in (*layer.kind.input_names(), "output_quantizer"):
                 continue
             full = f"{prefix}.{name}".lstrip(".")
-            if layer._parameters.get(name) is None:
-                raise StateError(
-                    f"{full} is not a parameter any more, but was a parameter in qt.prepare: prune and "
-                    "parametrize before qt.prepare"
-                )
+            if not has_weight(layer, name):
+                raise StateError(f"{full} was removed after qt.prepare: remove weights before qt.prepare")
             weights.append((full, layer, name, quantizer))
     return weights
 

@@ -33,12 +33,13 @@ from detent.torch import channel_equalization
 from detent.torch.activation_ranges import ActivationRanges, Part, RangeChoice, check_seen, search_ranges
 from detent.torch.arrays import process_count
 from detent.torch.bias_shift import correct, mean_errors
-from detent.torch.calibration import MINMAX_BITS, initialize_weights, passing, warn_unseen
+from detent.torch.calibration import initialize_weights, passing, warn_unseen
 from detent.torch.channel_equalization import Between, Equalized, channel_axes, choose_factors, find_between
 from detent.torch.model_plan import RecipeLike
 from detent.torch.parameter_changes import ParameterChanges
 from detent.torch.preparation import evaluating, plan_of, prepare, prepared_state, unprepare
 from detent.torch.ptq_samples import BatchRunner, Forward, Sample, join, read_samples
+from detent.torch.weight_scales import MINMAX_BITS
 
 __all__ = ["PtqReport", "ptq_report", "quantize"]
 

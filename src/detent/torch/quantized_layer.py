@@ -32,6 +32,7 @@ from detent.tensor import QuantizedTensor
 from detent.torch import integer_operator  # noqa: F401 - registers torch.ops.detent.multiply_quantized
 from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor
 from detent.torch.batchnorm import Fold, QuantizedNorm, unfused_weight
+from detent.torch.computed_weights import current_weight, weight_for_forward
 from detent.torch.exported_bias import exported_bias
 from detent.torch.integer_product import Requantization, WeightCodes
 from detent.torch.layers import (
@@ -147,9 +148,9 @@ class QuantizedLayer(nn.Module):
 
     def weight_in_forward(self, name: str) -> Tensor:
         """Return the quantized weight inside forward, and the float parameter outside."""
-        parameter = self._parameter(name)
+        weight = weight_for_forward(self, name)
         quantizer = self.quantizer(f"{name}_quantizer") if self._forwards else None
-        return parameter if quantizer is None or quantizer.is_passing else quantizer(parameter)
+        return weight if quantizer is None or quantizer.is_passing else quantizer(weight)
 
     def weight_quantizer_of(self, name: str) -> FakeQuantize:
         """Return the quantizer of a weight, even if it is disabled."""
@@ -162,19 +163,17 @@ class QuantizedLayer(nn.Module):
 
     def float_weight(self, name: str) -> Tensor:
         """Return the float weight that is quantized for export."""
-        return full_tensor(self._parameter(name).detach())
+        return full_tensor(current_weight(self, name))
 
     def exported_weight(self, name: str) -> QuantizedTensor:
         """Return the quantized weight as it is exported."""
         data, quantizer = on_cpu(self.float_weight(name)), self.weight_quantizer_of(name)
         return quantize(to_array(data), quantizer.values_for(data).params)
 
-    def _parameter(self, name: str) -> Tensor:
-        parameter: Tensor = self._parameters[name]  # type: ignore[assignment]  # names are weights
-        return parameter
-
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        return _blank, (self.float_class,), self.__getstate__()
+        # a weight that a forward pre-hook computed has a gradient function, and could not be copied
+        state = {key: each.detach() if isinstance(each, Tensor) else each for key, each in self.__getstate__().items()}
+        return _blank, (self.float_class,), state
 
 
 _counter_lock = threading.Lock()
@@ -227,7 +226,7 @@ class QuantizedMatmul(QuantizedLayer):
 
     def _forward(self, x: Tensor) -> Tensor:
         _check_not_jit()
-        if self.fold is not None and self.weight.ndim == 2 and x.ndim != 2:
+        if self.fold is not None and isinstance(self, nn.Linear) and x.ndim != 2:
             self.fold.unfuse()  # batch norm normalizes axis 1, which is not the layer's channel axis here
             self.fold = None
         inputs, weights = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
@@ -606,7 +605,13 @@ def _forward_like(layer: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _weight_property(name: str) -> property:
-    return property(lambda layer: layer.weight_in_forward(name))
+    def set_computed(layer: Any, weight: Tensor) -> None:  # forward pre-hooks, such as those of pruning, set weights
+        vars(layer)[name] = weight
+
+    def delete_computed(layer: Any) -> None:
+        del vars(layer)[name]
+
+    return property(lambda layer: layer.weight_in_forward(name), set_computed, delete_computed)
 
 
 def _get_flat_weights(layer: Any) -> list[Tensor]:

@@ -41,7 +41,7 @@ from detent.rule import ObserverSpec
 from detent.scale_mode import EMA, Learned, PerBatch, ScaleMode, get_scale_mode
 from detent.spec import QuantSpec, get_spec
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, get_estimator
-from detent.torch import eager, traced
+from detent.torch import compiled_operators, eager, traced
 from detent.torch.arrays import FLOAT_TYPES, Slot, check_float, is_plain, on_cpu, process_count, scale_dtype, to_array
 from detent.torch.operator import Values, apply, apply_traced, check_finite_zero_point
 from detent.torch.parameters import ParameterState
@@ -119,6 +119,16 @@ class FakeQuantize(ParameterState):
         self.is_calibrating = False
         self.observers_in_use: tuple[Observer | None, ...] = ()  # observers of nested calibrations, from outer to inner
 
+    @property
+    def ste(self) -> Estimator:
+        """The straight-through estimator for the backward pass."""
+        return self._ste
+
+    @ste.setter
+    def ste(self, ste: Estimator) -> None:
+        self._ste = ste
+        self._texts = compiled_operators.texts_of(self.spec, ste, self.mode)
+
     def forward(self, x: Tensor) -> Tensor:
         """Update the state as the mode requires, and fake-quantize x.
 
@@ -140,7 +150,12 @@ class FakeQuantize(ParameterState):
             return x
         if self._is_native(x):
             return apply(x, self.values_for(x), self.ste, self.next_step())
+        is_operator = self._texts is not None and compiled_operators.is_supported(x)
+        if is_operator and self.is_learned:
+            return compiled_operators.fake_quantize_learned(x, self.learned_state(), self._texts)  # type: ignore[arg-type]
         scale, zero_point = self.traced_values_for(x)
+        if is_operator:
+            return compiled_operators.fake_quantize(x, scale, zero_point, self._texts)  # type: ignore[arg-type]
         return apply_traced(x, scale, zero_point, self.spec, self.ste, self.next_step(), learned=self.is_learned)
 
     def _is_native(self, x: Tensor) -> bool:
@@ -174,7 +189,7 @@ class FakeQuantize(ParameterState):
             params = once(id(self), lambda: self._update_ema(x) or self.stored_params(), self.stored_params)
         elif isinstance(mode, Learned) and updates and not recomputed and not self.is_initialized:
             self._check_can_start()
-            self.set_params(self._params_of_batch(x))
+            self.set_params(self._params_at_start(x, mode))
         learned: tuple[Tensor | None, Tensor | None] = (None, None)
         if isinstance(mode, Learned):
             learned = scale, zero_point = self.learned_values()
@@ -192,7 +207,10 @@ class FakeQuantize(ParameterState):
         mode, recomputed = self.mode, is_recomputing()
         values = self.scale, self.zero_point
         if isinstance(mode, PerBatch):
-            values = traced.derive(self.spec, *traced.minmax(self._ranged(x), self.spec))
+            if self._texts is not None and compiled_operators.is_supported(x):
+                values = compiled_operators.batch_parameters(self._ranged(x), self._texts.spec)
+            else:
+                values = traced.derive(self.spec, *traced.minmax(self._ranged(x), self.spec))
             if not recomputed and (self.training or _may_write_in_evaluation()):
                 self.hold_traced(*values)
         elif isinstance(mode, EMA) and self.training and self.observing:
@@ -209,6 +227,13 @@ class FakeQuantize(ParameterState):
 
         Copies are needed because the next forward pass changes the buffers.
         """
+        if self._texts is not None and compiled_operators.is_supported(x) and not self.sync:
+            state = self.lo, self.hi, self.scale, self.zero_point, self.initialized
+            decay = self.mode.decay  # type: ignore[attr-defined]  # called in mode EMA only
+            updated: tuple[Tensor, Tensor] = compiled_operators.ema_parameters(
+                self._ranged(x), *state, self._texts.spec, decay
+            )
+            return updated
         self._update_ema_traced(x)
         return self.scale.clone(), self.zero_point.clone()
 
@@ -261,6 +286,16 @@ class FakeQuantize(ParameterState):
     def _params_of_batch(self, x: Tensor) -> QuantParams:
         lo, hi = self._range_of(on_cpu(x))
         return QuantParams.from_range(self.spec, lo, hi, dtype=FLOAT_TYPES[scale_dtype(x)])
+
+    def _params_at_start(self, x: Tensor, mode: Learned) -> QuantParams:
+        """Return the parameters with which mode Learned starts on its first batch without calibration."""
+        if mode.start == "minmax":
+            return self._params_of_batch(x)
+        observer = (self.observer or ObserverSpec("mse")).make(self.spec.granularity)
+        observer.observe(to_array(on_cpu(self._ranged(x))))
+        if observer.nonfinite:
+            self._refuse_nan(x)
+        return observer.params(self.spec)
 
     def _range_of(self, x: Tensor) -> Range:
         lo, hi, nonfinite = eager.bounds(x.detach(), self.spec)

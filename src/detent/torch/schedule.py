@@ -20,7 +20,8 @@ from detent.errors import DtypeError, SpecError, StateError
 from detent.scale_mode import EMA
 from detent.torch.batchnorm import QuantizedNorm
 from detent.torch.distributed import sync
-from detent.torch.preparation import plan_of, quantizers_of
+from detent.torch.preparation import plan_of, quantizers_of, weight_layers
+from detent.torch.weight_scales import set_weight_scales, starts_in_preparation
 
 __all__ = ["Schedule"]
 
@@ -106,6 +107,8 @@ class Schedule:
         self.steps += 1
         if self.steps in self._given().values():
             self._apply()
+        if self.delay and self.steps == self.delay:  # weights have changed since qt.prepare set their scales
+            set_weight_scales(each for each in weight_layers(self.model) if starts_in_preparation(each[-1]))
 
     def _given(self) -> dict[str, int]:
         """Return the arguments that differ from their defaults."""

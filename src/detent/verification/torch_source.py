@@ -27,6 +27,7 @@ from detent.params import QuantParams
 from detent.tables import counted
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import call_with, on_cpu, to_array
+from detent.torch.computed_weights import weight_owner
 from detent.torch.export_record import WHERE, ExportRecord
 from detent.torch.onnx_export import exported_model
 from detent.torch.preparation import evaluating, is_frozen, plan_of, quantized_state, quantizers_of, weight_layers
@@ -169,7 +170,8 @@ class TorchSource:
         layer = self._model.get_submodule(prefix) if prefix else self._model
         if not isinstance(layer, QuantizedMatmul):
             return None
-        if sum(other._parameters[name] is layer.weight for _, other, name, _ in weight_layers(self._model)) > 1:
+        own = weight_owner(layer, "weight")
+        if sum(weight_owner(other, name) is own for _, other, name, _ in weight_layers(self._model)) > 1:
             return None
         bias = layer.bias if layer.fold is None else layer.fold.bias(layer.bias)
         return None if bias is None else to_array(on_cpu(bias))
@@ -186,7 +188,7 @@ class TorchSource:
         tied = {
             full
             for full, layer, name, _ in weight_layers(self._model)
-            if first.setdefault(id(layer._parameters[name]), full) not in missing
+            if first.setdefault(id(weight_owner(layer, name)), full) not in missing
         }
         return {name: tensor for name, tensor in missing.items() if name not in tied and self._is_used(name)}
 
