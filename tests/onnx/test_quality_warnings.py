@@ -7,10 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import TensorProto
 from onnx_graphs import Maker, conv_chain, images, rows, weights
 
-import detent as dt
 import detent.evaluate as qe
 import detent.onnx as qo
 from detent import report as qr
@@ -183,14 +181,13 @@ def test_layers_that_do_not_run_on_integer_kernels(tmp_path):
 
 def test_weight_only_recipes_count_quantized_layers(tmp_path):
     m = Maker()
-    t = m.add("Gather", [m.constant(weights(64, 13)), "tokens"], name="odd")
-    model = m.model([("tokens", [1, 6], TensorProto.INT64)], [m.matmul(t, 13, 256, name="even")])
-    recipe = dt.Recipe([dt.Rule(weight="int4/group8")])
-    report = quantized(tmp_path, model, None, recipe=recipe)
+    t = m.add("GlobalAveragePool", [m.conv("x", 8, 16, 3, name="odd")])
+    model = m.model([("x", [1, 8, 6, 6])], [m.matmul(m.add("Flatten", [t]), 16, 256, name="even")])
+    report = quantized(tmp_path, model, None, recipe="w4a16-g8")
     assert text_of(report, "float-layers").startswith(
-        "only 1 of 2 layers are quantized; others hold 20% of the weights: odd: group size 8 does not divide 13"
+        "only 1 of 2 layers are quantized; others hold 22% of the weights: odd: "
     )
-    evaluation = qe.quantize_and_evaluate(model, tmp_path / "e.onnx", recipe=recipe, checks=FAST)
+    evaluation = qe.quantize_and_evaluate(model, tmp_path / "e.onnx", recipe="w4a16-g8", checks=FAST)
     assert ("quantized", "1 of 2 layers") in evaluation.facts()
     assert "float-layers" not in codes(quantized(tmp_path, model, None, recipe="w8a16"))
 
