@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import detent.torch as qt
 
 SIDE, CLASSES, BATCH = 12, 24, 64
-FLOAT_STEPS, QAT_STEPS = 200, 80
+FLOAT_STEPS, QAT_STEPS = 200, 200
 
 
 def images(count: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ class ScaleMode:
     >>> ScaleMode.from_json('{"kind": "EMA", "decay": 0.9}')
     EMA(decay=0.9)
     >>> sorted([Learned(), EMA(0.9), PerBatch(), EMA(0.5)])
-    [PerBatch(), EMA(decay=0.5), EMA(decay=0.9), Learned()]
+    [PerBatch(), EMA(decay=0.5), EMA(decay=0.9), Learned(start='minmax', zero_point='learned', rate=1.0)]
     """
 
     def __lt__(self, other: object) -> bool:
