@@ -12,7 +12,7 @@ executor                               runs on
 ``mpi4py.futures.MPIPoolExecutor()``   MPI processes
 ====================================== =======================================================================
 
-There is no scheduler here: an engine places the work, and this module only gives it the interface of an executor.
+The engine schedules the work; this module only gives it the interface of an executor.
 Ray is imported when ``ray_executor`` is called.
 """
 
