@@ -12,11 +12,10 @@ import detent.onnx as qo
 from detent.errors import SpecError, UnsupportedError
 from detent.onnx import fast_kernels
 from detent.onnx.fast_kernels import (
-    LastLayers,
-    choose_last_layers,
     choose_wide,
     multiplications,
     recurrent_multiplications,
+    with_last_layers,
 )
 from detent.onnx.float_fallback import NoiseByLayer
 from detent.onnx.graph_plan import NO_KERNEL, PADDED, plan
@@ -75,10 +74,11 @@ def test_accuracy_keeps_the_outputs_of_last_layers_in_float():
 
 def test_other_runtimes_need_no_quantized_outputs():
     prepared = qo.prepare(last_after(64))
-    for target, expected in (("openvino", LastLayers()), ("onnxruntime", LastLayers((), ("last",)))):
+    for target, expected in (("openvino", set()), ("onnxruntime", {"last"})):
         graph_plan = plan(prepared, target=target)
         work = multiplications(graph_plan, images(1, batch=1)[0])
-        assert choose_last_layers(graph_plan, work, "balanced") == expected
+        changed = with_last_layers(graph_plan, work, "balanced")
+        assert (changed.last_layers, changed.layers) == (expected, graph_plan.layers)
 
 
 def stem(outputs, size, channels=3, group=1):

@@ -65,6 +65,29 @@ def test_residual_blocks_run_on_integer_kernels():
     close(model, quantized, feeds)
 
 
+def test_residual_blocks_after_a_float_convolution_run_on_integer_kernels():
+    """The first Add reads a float tensor that has a Q/DQ pair for the next convolution; the second Add follows it."""
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 3, 16)])
+    for _ in range(2):
+        t = m.add("Relu", [m.add("Add", [t, m.conv(t, 16, 16)])])
+    model, feeds = m.model([("x", [2, 3, 8, 8])], [m.conv(t, 16, 4)]), images(channels=3)
+    quantized, plan = quantize_model(model, feeds)
+    assert "only 3 input channels" in plan.layers[0].reason
+    counts = operators(quantized)
+    assert (counts["QLinearAdd"], counts["Add"]) == (2, 0)
+    close(model, quantized, feeds)
+
+
+def test_an_addition_of_a_tensor_without_codes_is_kept_in_float():
+    m = Maker()
+    t = m.add("Sqrt", [m.add("Relu", [m.conv("x", 8, 16)])])
+    model = m.model([("x", [2, 8, 8, 8])], [m.conv(m.add("Add", [t, m.conv("x", 8, 16)]), 16, 4)])
+    quantized, _ = quantize_model(model, images())
+    counts = operators(quantized)
+    assert (counts["QLinearAdd"], counts["Add"]) == (0, 1)
+
+
 def test_swish_runs_on_integer_kernels():
     m = Maker()
     t = m.conv("x", 8, 16)

@@ -14,7 +14,7 @@ Three choices depend on the data, and are made here:
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,6 @@ from detent.onnx_model.graph import Graph, reads, subgraphs
 from detent.onnx_model.sessions import FLOAT_NBYTES, tensor_shapes
 
 __all__ = [
-    "LastLayers",
-    "choose_last_layers",
     "choose_slow_weights",
     "choose_wide",
     "multiplications",
@@ -88,32 +86,18 @@ def recurrent_multiplications(graph: Graph, feed: Feed) -> float:
     return float(weights * steps)
 
 
-class LastLayers(NamedTuple):
-    """Names of last layers, which have no quantized layer after them.
-
-    Attributes:
-        in_float: last layers that are kept in float.
-        quantized: last layers that get a quantized output.
-    """
-
-    in_float: tuple[str, ...] = ()
-    quantized: tuple[str, ...] = ()
-
-
-def choose_last_layers(
+def with_last_layers(
     plan: GraphPlan, work: Mapping[str, float], prefer: Preference, tensors: Collection[str] | None = None
-) -> LastLayers:
-    """Choose whether each last Conv, or last Gemm before an activation, stays float or gets a quantized output.
+) -> GraphPlan:
+    """Return a plan in which each last Conv, or last Gemm before an activation, is in float or has a quantized output.
 
     ``work`` is the result of ``multiplications``. ``tensors`` are the tensors that can be quantized; None means all.
-    The result is empty for OpenVINO, and if ``prefer`` is "accuracy".
+    The plan does not change for OpenVINO, or if ``prefer`` is "accuracy".
     """
     if plan.target.runtime != "onnxruntime" or prefer == "accuracy":
-        return LastLayers()
+        return plan
     total, allowed = sum(work.values()), MAX_FLOAT_BYTES * plan.nbytes_after
-    in_float: list[str] = []
-    quantized: list[str] = []
-    while last := [line for line in _last_layers(plan, tensors) if line.name not in quantized]:
+    while last := [line for line in _last_layers(plan, tensors) if line.name not in plan.last_layers]:
         small = []
         for line in sorted(last, key=lambda line: line.nbytes_before):
             added = line.nbytes_before - line.nbytes_after
@@ -121,19 +105,9 @@ def choose_last_layers(
                 small.append(line.name)
                 allowed -= added
         large = [line.name for line in last if line.name not in small]
-        in_float += small
-        quantized += large
         # The layers before the new float layers are last layers now.
         plan = plan.without(small, FLOAT_REASON).with_quantized_outputs(large)
-    return LastLayers(tuple(in_float), tuple(quantized))
-
-
-def with_last_layers(
-    plan: GraphPlan, work: Mapping[str, float], prefer: Preference, tensors: Collection[str] | None = None
-) -> GraphPlan:
-    """Apply ``choose_last_layers`` to a plan, and return the changed plan."""
-    last = choose_last_layers(plan, work, prefer, tensors)
-    return plan.without(last.in_float, FLOAT_REASON).with_quantized_outputs(last.quantized)
+    return plan
 
 
 def _last_layers(plan: GraphPlan, tensors: Collection[str] | None) -> list[LayerPlan]:

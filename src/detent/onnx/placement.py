@@ -12,7 +12,8 @@ in float.
 The output of an operator that only moves data (MaxPool, Reshape, Transpose, ...) has the parameters of its input. A
 multiplication by a positive constant keeps the codes and changes only the scale, at no run-time cost. Other scalar
 constants in a chain get a Q/DQ pair for the operator that reads them. Gates from outside the chain, such as the sigmoid
-of a squeeze-and-excitation block, also get a Q/DQ pair.
+of a squeeze-and-excitation block, also get a Q/DQ pair. An Add may also read a tensor from outside the chain that has a
+Q/DQ pair for a quantized layer: a residual connection, for example, whose first convolution is kept in float.
 """
 
 from collections.abc import Collection, Mapping
@@ -70,8 +71,8 @@ class _Placer:
         self.last_nodes = {id(layers[name].node) for name in last_layers}
         self.leading = self._leading()
         self.chain: dict[str, QuantizerPlacement] = {}
-        self.gates: dict[str, list[str]] = {}
-        self.gate_spec = next(iter(specs.values()), QuantSpec("uint8"))
+        self.inputs: dict[str, list[str]] = {}
+        self.input_spec = next(iter(specs.values()), QuantSpec("uint8"))
 
     def _leading(self) -> set[str]:
         """Find all tensors from which a path leads to a layer with a quantized input; a path ends at a Shape node."""
@@ -98,7 +99,7 @@ class _Placer:
                 self.chain[result] = QuantizerPlacement(
                     result, finest, result, (), clip_min, clip_max, constants=constants
                 )
-                self._quantize_gates(node, spec)
+                self._quantize_inputs(node, spec)
                 if bound is not None:
                     passed.add(id(bound))
             elif self._scaled_by(node) is not None and result in self.leading and not self._escapes(node, None):
@@ -108,11 +109,11 @@ class _Placer:
         placements = list(self.chain.values())
         outside = {
             **self.readers,
-            **{name: [*self.readers.get(name, ()), *nodes] for name, nodes in self.gates.items()},
+            **{name: [*self.readers.get(name, ()), *nodes] for name, nodes in self.inputs.items()},
         }
         for tensor, names in outside.items():
             if tensor not in self.chain:
-                spec = self._finest_spec(tensor, self.specs.get(names[0], self.gate_spec))
+                spec = self._finest_spec(tensor, self.specs.get(names[0], self.input_spec))
                 placements.append(QuantizerPlacement(tensor, spec, tensor, tuple(dict.fromkeys(names))))
         return placements
 
@@ -154,11 +155,17 @@ class _Placer:
         if node.op_type not in CHAINED or not chained or self._scaled_by(node) is not None:
             return None
         others = [name for name in node.input if name not in self.chain]
-        if not all(node.op_type in BINARY and (self._is_scalar(name) or self._is_gate(name)) for name in others):
+        if not all(self._can_read_codes(node, name) for name in others):
             return None
         if node.op_type == "Concat" and self._has_unequal_ranges(node):
             return None
         return self.chain[chained[0]].spec
+
+    def _can_read_codes(self, node: NodeProto, name: str) -> bool:
+        """Return whether a node of a chain can read an input from outside the chain through a Q/DQ pair."""
+        if node.op_type == "Add" and name in self.readers:
+            return True
+        return node.op_type in BINARY and (self._is_scalar(name) or self._is_gate(name))
 
     def _is_scalar(self, name: str) -> bool:
         """Return whether a tensor is a float constant of one element."""
@@ -169,11 +176,14 @@ class _Placer:
         producer = self.graph.producer(name)
         return producer is not None and producer.op_type in GATES
 
-    def _quantize_gates(self, node: NodeProto, spec: QuantSpec) -> None:
+    def _quantize_inputs(self, node: NodeProto, spec: QuantSpec) -> None:
+        """Quantize the inputs of a node from outside the chain, except for constants."""
+        if node.op_type not in BINARY:
+            return
         for name in node.input:
-            if node.op_type in BINARY and name not in self.chain and self._is_gate(name):
-                self.gates.setdefault(name, []).append(self.graph.node_name(node))
-                self.gate_spec = spec
+            if name not in self.chain and not self._is_scalar(name):
+                self.inputs.setdefault(name, []).append(self.graph.node_name(node))
+                self.input_spec = spec
 
     def _scaled_by(self, node: NodeProto) -> float | None:
         """Return the positive constant by which a node multiplies a tensor of a chain, or None for other nodes.
