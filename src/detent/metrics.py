@@ -24,6 +24,13 @@ __all__ = ["clip_fraction", "code_usage", "cosine", "entropy_bits", "mae", "max_
 
 Array = NDArray[Any]
 NORMAL_95 = 1.96  # half the width of a 95 % interval, in standard errors
+# One-sided quantiles of 95 %, in standard errors: of Student's t distribution for 2 to 16 values (with one degree of
+# freedom less), and of the normal distribution.
+T_ONE_SIDED = (
+    *(6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860),
+    *(1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753),
+)
+NORMAL_ONE_SIDED = 1.645
 MEASURE_BATCHES, MEASURE_BYTES = 8, 64 << 20  # first batches whose float outputs choose a measure, and their limit
 ROW_TOLERANCE = 1e-3  # relative to the largest output; kernels may add in another order if the batch size differs
 
@@ -294,6 +301,18 @@ def wilson_interval(count: int, total: int) -> tuple[float, float]:
     center = (share + z2 / (2 * total)) / (1 + z2 / total)
     margin = NORMAL_95 * sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
     return max(0.0, center - margin), min(1.0, center + margin)
+
+
+def one_sided_95(count: int) -> float:
+    """Return the width of the one-sided 95 % interval of a mean of ``count`` values, in standard errors.
+
+    A ``count`` that is unknown is 0.
+
+    >>> one_sided_95(2), one_sided_95(16), one_sided_95(1000)
+    (6.314, 1.753, 1.645)
+    """
+    is_few = 2 <= count < 2 + len(T_ONE_SIDED)
+    return T_ONE_SIDED[count - 2] if is_few else NORMAL_ONE_SIDED
 
 
 def has_first_rows(whole: Array, part: Array, rows: int, count: int) -> bool:

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from detent.checks import as_number
 from detent.errors import DetentError, DtypeError, RangeError, ShapeError, SpecError, closest
+from detent.metrics import one_sided_95
 from detent.output_measures import (
     COSINE,
     EQUAL_SHARE,
@@ -65,10 +66,6 @@ MetricLike = str | Callable[..., float]
 
 AUTO = "auto"
 MAX_PARTS, MIN_PART_SAMPLES, MIN_PARTS = 10, 8, 2  # parts of the batches that give the standard error
-# One-sided quantiles of 95 % in standard errors: of Student's t distribution for 2 to 10 parts (with one degree of
-# freedom less), and of the normal distribution.
-T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
-NORMAL_95 = 1.645
 MAX_ERROR_CHARS = 200
 
 
@@ -135,9 +132,9 @@ class MetricResult:
 
         A negative drop counts as 0: it is luck, because quantization does not improve a model.
         """
-        is_few = MIN_PARTS <= self.parts <= MAX_PARTS
-        quantile = T_95[self.parts - MIN_PARTS] if is_few else NORMAL_95
-        return max(self.drop, 0.0) + quantile * (self.standard_error or 0.0)
+        if not self.standard_error:
+            return max(self.drop, 0.0)
+        return max(self.drop, 0.0) + one_sided_95(self.parts) * self.standard_error
 
     def __str__(self) -> str:
         error = "" if self.standard_error is None else f" ± {self.standard_error:.4f}"

@@ -411,3 +411,23 @@ def test_float_fallback_clips_no_tensor_that_was_not_quantized_before(monkeypatc
         decisions = qo.decide(model, images(), observer=observer, prefer="accuracy", progress=False)
         assert [layer.name for layer in decisions.layers if layer.reason] == ["first"]
         assert decisions.ranges[t].clipped is is_clipped
+
+
+@pytest.mark.parametrize(
+    ("count", "ratios", "is_kept"),
+    [
+        (8, [0.9], True),
+        (7, [0.9], False),  # too few samples to compare them one by one
+        (8, [0.97], False),  # less than 5 %
+        (16, [0.3, 1.6], False),  # lower in the mean, but not on every other sample
+        (16, [0.6, 0.9], True),
+    ],
+)
+def test_small_gains_above_30_db_must_be_the_same_on_many_samples(count, ratios, is_kept):
+    before = [1e-4] * count
+    after = [noise * ratios[i % len(ratios)] for i, noise in enumerate(before)]
+    assert accuracy_passes._is_better(before, after) == is_kept
+
+
+def test_samples_without_noise_do_not_hide_a_loss():
+    assert not accuracy_passes._is_better([0.0, *[1e-4] * 8], [1e-6, *[0.9e-4] * 8])

@@ -17,8 +17,9 @@ meeting max_drop        which layers stay in float, so that a metric drops by at
 ======================= ===========================================================================================
 
 A pass that changes the model is kept only if it lowers the noise at the outputs. This is measured on samples to which
-the pass was not fitted. Equalization and SmoothQuant must remove a fifth of the noise, or half of it if the SQNR is
-above 30 dB without them: a small gain on few samples may be a loss on others.
+the pass was not fitted. Equalization and SmoothQuant must remove a fifth of the noise. If the SQNR is above 30 dB
+without them, they must remove half of it, or a smaller share with a confidence of 95 %: a small gain that varies from
+sample to sample may be a loss on others.
 ``effort`` says how much is measured: "fast" measures nothing at the outputs, "best" uses more samples of large models.
 """
 
@@ -28,8 +29,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
+from math import exp, inf, log, sqrt
 from os import PathLike
+from statistics import fmean, stdev
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +40,7 @@ from onnx import ModelProto
 
 from detent.checks import as_integer
 from detent.errors import NOTHING_QUANTIZED, NotCalibratedError, SpecError, UnsupportedError
+from detent.metrics import one_sided_95
 from detent.model_metric import MetricResult
 from detent.onnx import equalization, smoothquant
 from detent.onnx.bias_correction import CorrectedBias, corrected_biases
@@ -89,6 +92,7 @@ _log = logging.getLogger(__name__)
 Feed = dict[str, NDArray[Any]]
 KeepFloat = Literal["auto", "none"]
 Effort = Literal["fast", "balanced", "best"]
+Noises = Sequence[float]  # noise at the outputs, by sample
 
 MAX_MULTIPLICATIONS = 2e10  # limit on the runs that record the inputs of layers, all samples together
 MIN_SAMPLES, MIN_COMPARED = 4, 2  # samples that even the largest model uses
@@ -99,6 +103,8 @@ MIN_SECONDS_ANNOUNCED = 5.0
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
 MAX_CHANGED_NOISE = 0.8  # noise after equalization or SmoothQuant, relative to the noise before (1 dB)
 MAX_CHANGED_NOISE_SAFE = 0.5  # the same limit if the SQNR is above 30 dB (3 dB)
+MIN_PAIRED_SAMPLES = 8  # on at least as many samples, noise before and after is also compared sample by sample
+MAX_PAIRED_NOISE = 0.95  # the limit of that comparison: upper end of the confidence interval of the mean ratio
 MAX_CLIPPED_NOISE = 0.5  # if noise is measured only at single layers, clipping must remove half of it
 FALLBACK_REASON = "float fallback: quantizing this layer would cause much of the output noise"
 
@@ -501,7 +507,7 @@ def _equalize_and_smooth(
     equalized: tuple[Equalized, ...] = ()
     smoothed: tuple[Smoothed, ...] = ()
     evaluated = samples.evaluated if options.is_measured else ()
-    noise: float | None = None
+    noise: Noises | None = None
     if options.equalize:
         with running("equalization"):
             equalized = equalization.choose(graph_plan, samples.fitted, memory_budget)
@@ -527,50 +533,66 @@ def _min_max_noises(
     plans: tuple[GraphPlan, GraphPlan],
     samples: Sequence[Feed],
     memory_budget: int | None,
-    before: float | None = None,
-) -> tuple[float, float]:
-    """Measure the noise at the outputs before and after the pass ``name``, with min-max ranges; 0 without samples.
+    before: Noises | None = None,
+) -> tuple[Noises, Noises]:
+    """Measure the noise at the outputs before and after the pass ``name``, with min-max ranges, sample by sample.
 
-    The noise is the mean over samples and outputs, relative to the power of an output. ``before`` is the noise before
-    the pass, or None if it is unknown. If a tensor is empty in all samples, the noise after the pass cannot be measured
-    and is infinite.
+    The noise is the mean over outputs, relative to the power of an output. ``before`` is the noise before the pass, or
+    None if it is unknown. If a tensor is empty in all samples, the noise after the pass cannot be measured and is
+    infinite.
     """
     if not samples:
-        return 0.0, 0.0
+        return (), ()
     try:
         first = _min_max_noise(plans[0], samples, memory_budget) if before is None else before
         noises = first, _min_max_noise(plans[1], samples, memory_budget)
     except NotCalibratedError as error:
         _log.info("%s was not applied, because the noise at the outputs cannot be measured: %s", name, error)
-        return 0.0, inf
+        return (0.0,), (inf,)
     if not _is_better(*noises):
-        percent = _percent(*noises)
+        percent = _percent(fmean(noises[0]), fmean(noises[1]))
         _log.info("%s was not applied, because it would change the noise at the outputs by %+.0f %%", name, percent)
     return noises
 
 
-def _is_better(before: float, after: float) -> bool:
-    """Return whether equalization or SmoothQuant removes enough noise.
+def _is_better(before: Noises, after: Noises) -> bool:
+    """Return whether equalization or SmoothQuant removes enough noise; without measurements it does.
 
-    >>> _is_better(0.1, 0.07), _is_better(1e-4, 0.7e-4), _is_better(1e-4, 0.4e-4)
+    >>> _is_better([0.1], [0.07]), _is_better([1e-4], [0.7e-4]), _is_better([1e-4], [0.4e-4])
     (True, False, True)
+    >>> noises = [n * 1e-5 for n in range(1, 9)]
+    >>> _is_better(noises, [0.7 * each for each in noises]), _is_better(noises, [3e-5] * 8)
+    (True, False)
     """
-    limit = MAX_CHANGED_NOISE if before > NEGLIGIBLE_NOISE else MAX_CHANGED_NOISE_SAFE
-    return after <= limit * before
+    if not before:
+        return True
+    old, new = fmean(before), fmean(after)
+    if old > NEGLIGIBLE_NOISE:
+        return new <= MAX_CHANGED_NOISE * old
+    return new <= MAX_CHANGED_NOISE_SAFE * old or _paired_ratio(before, after) <= MAX_PAIRED_NOISE
+
+
+def _paired_ratio(before: Noises, after: Noises) -> float:
+    """Return the upper end of the 95 % confidence interval of the geometric mean of ``after / before``."""
+    if len(before) < MIN_PAIRED_SAMPLES or not (min(before) > 0 and min(after) > 0):
+        return inf
+    logs = [log(new / old) for old, new in zip(before, after, strict=True)]
+    return exp(fmean(logs) + one_sided_95(len(logs)) * stdev(logs) / sqrt(len(logs)))
 
 
 def _percent(before: float, after: float) -> float:
     return 100 * (after / max(before, 1e-30) - 1)
 
 
-def _min_max_noise(graph_plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None) -> float:
-    """Measure the mean noise at the outputs with min-max ranges."""
+def _min_max_noise(graph_plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None) -> Noises:
+    """Measure the noise at the outputs with min-max ranges, sample by sample."""
     batches = open_batches(samples, inputs_of(graph_plan.model))
     groups = None if memory_budget is None else tensor_groups(graph_plan, batches, memory_budget)
     calibration = calibrate_groups(graph_plan, batches, groups, "minmax", False, None, tuple(samples))
     params = choose_params(graph_plan.placements(calibration.ranges), calibration, ())
     noise = NoiseByLayer(graph_plan, params, samples)
-    return noise.noise_without() / max(noise.count, 1)
+    outputs = max(noise.count, 1) / len(samples)
+    return [each / outputs for each in noise.sample_noises()]
 
 
 def _less_noise(

@@ -232,6 +232,11 @@ class NoiseByLayer:
         """Measure the noise with all layers quantized except these."""
         return self._noise(self._all - self._parts(layers), samples)
 
+    def sample_noises(self) -> list[float]:
+        """Return the noise with all layers quantized, sample by sample."""
+        self._noise(self._all, None)
+        return [sum(self._ratios[self._all, i]) for i in range(len(self._samples))]
+
     def noise_of(self, plan: GraphPlan) -> float:
         """Measure the noise with the quantized layers and the Q/DQ pairs of another plan for the same model."""
         placed = {_flag(each.group) for each in plan.placements()}
