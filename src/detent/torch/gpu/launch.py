@@ -322,7 +322,7 @@ class _Tile(NamedTuple):
 def _tile(layout: Layout, max_columns: int) -> _Tile:
     columns = min(max_columns, 1 << (layout.set_size - 1).bit_length())
     parts = -(-layout.set_size // columns)
-    rows = max(1, BLOCK // columns)
+    rows = min(max(1, BLOCK // columns), 1 << (layout.sets - 1).bit_length())
     constants = {"ROWS": rows, "COLUMNS": columns, "HALVINGS": columns.bit_length() - 1}
     constants |= {"sets": layout.sets, "parts": parts}
     return _Tile(parts, -(-layout.sets // rows) * parts, constants)
