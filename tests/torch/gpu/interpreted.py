@@ -1,8 +1,10 @@
 """GPU kernels on the CPU: a copy of the kernels that Triton's interpreter runs, used by ``launch``.
 
-The interpreter runs a program with NumPy, so large programs are fast. Only reductions are slow: it combines single
-elements in Python, 60 us each. Here, a reduction combines halves of arrays. On a GPU, the order of a reduction is not
-defined either; reductions in the kernels do not depend on it (two terms, separate bits, minimum and maximum).
+The interpreter runs a program with NumPy, so large programs are fast. Two slow parts are replaced here. It reduces
+an axis by combining single elements in Python, 60 us each; here, a reduction combines halves of arrays. On a GPU, the
+order of a reduction is not defined either; reductions in the kernels do not depend on it (two terms, separate bits,
+minimum and maximum). And at each call of a function in a kernel, it patches ``triton.language`` again, which the launch
+has done already.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 import triton.language as tl
 from triton import knobs
-from triton.runtime.interpreter import ReduceOps
+from triton.runtime.interpreter import InterpretedFunction, ReduceOps
 
 from detent.torch.gpu import kernels, launch
 
@@ -53,8 +55,13 @@ def interpreted(module: ModuleType | None = None) -> Iterator[None]:
     with (
         mock.patch.object(launch, "kernels", load_kernels(interpret=True) if module is None else module),
         mock.patch.object(ReduceOps, "generic_reduce", _reduce_by_halves),
+        mock.patch.object(InterpretedFunction, "__call__", _call_function),
     ):
         yield
+
+
+def _call_function(function: InterpretedFunction, *arguments: object, **options: object) -> object:
+    return function.rewrite()(*arguments, **options)
 
 
 def _reduce_by_halves(operation: ReduceOps, inputs: tuple[tl.tensor]) -> list[tl.tensor]:
