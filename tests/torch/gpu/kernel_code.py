@@ -17,13 +17,8 @@ from triton.compiler import ASTSource
 import detent as dt
 from detent.torch.gpu import launch
 
-__all__ = ["TARGETS", "arguments_of", "code_of"]
+__all__ = ["arguments_of", "code_of"]
 
-TARGETS = {
-    **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 86, 89, 90, 100, 120)},
-    **{name: GPUTarget("hip", name, 64) for name in ("gfx90a", "gfx942", "gfx950")},
-    **{name: GPUTarget("hip", name, 32) for name in ("gfx1100", "gfx1201")},
-}
 POINTERS = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
