@@ -200,3 +200,26 @@ def test_passes_over_memory(operation: str) -> None:
 def _packing(operation: str, op: str) -> float:
     """Return the number of registers per element of data; four codes share a register."""
     return 0.25 if (operation, op) in {("quantize", "st"), ("dequantize", "ld")} else 1.0
+
+
+# Large arrays
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "axis0", "group32"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_arrays_of_2_to_the_31_elements(operation: str, granularity: str) -> None:
+    """Positions are int64, and a GPU can launch the number of programs."""
+    shape = (1 << 16, (1 << 15) + 32)
+    _, arguments = arguments_of(operation, dt.QuantSpec("int8", granularity), torch.float32, CLIPPED, shape)
+    assert arguments["LONG"]
+    assert arguments.get("count", 1 << 31) >= 1 << 31
+    per_program = arguments.get("BLOCK") or arguments["ROWS"] * arguments["COLUMNS"]
+    assert shape[0] * shape[1] <= arguments["programs"] * per_program
+    assert arguments["programs"] < 1 << 31
+
+
+def test_code_for_large_arrays_keeps_the_contract() -> None:
+    kernel, arguments = arguments_of("fake_quantize", SPECS["torch"], torch.float32, CLIPPED, (1 << 16, 1 << 15))
+    assembly = code_of(compiled_kernels(), kernel, arguments, TARGETS["sm_80"])
+    assert not violations(assembly, "sm_80")
+    assert re.search(r"mad\.wide|mul\.wide|shl\.b64|add\.s64", assembly)

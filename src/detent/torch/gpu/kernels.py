@@ -24,18 +24,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import_error: Exception | None = None  # why Triton cannot be used
 try:
     import triton.language as tl
     from triton import jit
-except ImportError:  # Triton is optional: kernels are plain functions that nobody calls
-    tl: Any = None  # type: ignore[no-redef]
+except Exception as error:  # noqa: BLE001 - Triton is optional, and an installation that does not fit raises any error
+    import_error = error
+    tl: Any = None  # type: ignore[no-redef]  # kernels are plain functions that nobody calls
 
     def jit(function: Any) -> Any:
         """Return the function unchanged."""
         return function
 
 
-__all__ = ["backward", "dequantize", "forward", "learned_backward", "masked_backward", "minmax"]
+__all__ = ["backward", "dequantize", "forward", "import_error", "learned_backward", "masked_backward", "minmax"]
 
 
 @jit
