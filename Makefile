@@ -49,8 +49,11 @@ test-all: lint ## lint, then all tests, with more generated examples; then, on t
 test-gpu: $(GPU_UP) ## install Triton (1 GB) into .venv-gpu, and test GPU kernels and generated GPU code without a GPU
 	$(GPU)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" tests/torch/gpu
 
-test-gpu-all: $(GPU_UP) ## test-gpu with all variants of kernels, more GPU architectures and 10^8 points; takes hours
-	$(GPU)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/torch/gpu
+# An interrupted run is continued. Remove the record to start again, for example after a change of the kernels.
+test-gpu-all: $(GPU_UP) ## test-gpu with all variants of kernels, more GPU architectures and 10^8 points; updates docs
+	@mkdir -p build
+	DETENT_GPU_RECORD=build/gpu-record.jsonl $(GPU)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/torch/gpu
+	$(GPU)/bin/python benchmarks/gpu_checks.py build/gpu-record.jsonl
 
 lint: $(STAMP) ## check style (ruff), types (mypy --strict) and which module imports which (import-linter)
 	$(RUN) -m ruff check .

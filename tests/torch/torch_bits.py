@@ -12,7 +12,18 @@ from numpy.typing import ArrayLike, NDArray
 
 import detent as dt
 
-__all__ = ["BFLOAT16", "WEIGHT_AND_INPUT_BY_ROUNDING", "Case", "array", "assert_same", "bits", "make_case", "tensor"]
+__all__ = [
+    "BFLOAT16",
+    "WEIGHT_AND_INPUT_BY_ROUNDING",
+    "Case",
+    "array",
+    "assert_same",
+    "bits",
+    "bits_differ",
+    "make_case",
+    "spread",
+    "tensor",
+]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SCALES = (0.0123, 0.3, 0.017)
@@ -55,6 +66,17 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor | NDArray, what: objec
     assert not bad.any(), f"{what}: {int(bad.sum())} of {bad.size} differ, {theirs[bad][:4]} for {ours[bad][:4]}"
 
 
+def bits_differ(got: torch.Tensor, expected: NDArray) -> int:
+    """Count the elements with different bits; NaNs may differ in their bits. Dtype and shape must be equal."""
+    ours, theirs = array(got), np.array(expected, order="C")
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    kind = f"u{ours.dtype.itemsize}"
+    different = ours.view(kind) != theirs.view(kind)
+    if different.any():
+        different &= ~(np.isnan(ours.astype(np.float64)) & np.isnan(theirs.astype(np.float64)))
+    return int(different.sum())
+
+
 class Case(NamedTuple):
     """Parameters with data and a gradient."""
 
@@ -71,7 +93,7 @@ def make_case(spec: dt.QuantSpec, shape: tuple[int, ...], dtype: str = "float32"
     zero = np.full(tiling.scale_shape, spec.symmetric_zero_point if spec.symmetric else 0, np.int32)
     if not spec.symmetric:
         zero = np.asarray(rng.integers(spec.qmin, spec.qmax, size=tiling.scale_shape, endpoint=True), np.int32)
-    wide_scale, wide_zero = _spread(scale, tiling), _spread(zero, tiling)
+    wide_scale, wide_zero = spread(scale, tiling), spread(zero, tiling)
     if spec.format.is_integer:
         reach = min(spec.qmax - spec.qmin, 300)
         ties = rng.integers(-reach, reach, size=shape) + 0.5 - (wide_zero if spec.bits < 16 else 0)
@@ -91,7 +113,8 @@ def make_case(spec: dt.QuantSpec, shape: tuple[int, ...], dtype: str = "float32"
     return Case(dt.QuantParams(spec, scale, zero), x, g)
 
 
-def _spread(values: NDArray, tiling: dt.granularity.Tiling) -> NDArray:
+def spread(values: NDArray, tiling: dt.granularity.Tiling) -> NDArray:
+    """The value of each element's parameter set."""
     values = values.reshape(tiling.grid)
     for axis, (size, block) in enumerate(zip(tiling.shape, tiling.block, strict=True)):
         values = np.repeat(values, block, axis=axis).take(range(size), axis=axis)

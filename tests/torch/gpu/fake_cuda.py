@@ -25,7 +25,7 @@ PROPERTIES = SimpleNamespace(
     warp_size=32,
     name="fake",
     total_memory=1 << 34,
-    gcnArchName="",
+    gcnArchName="gfx942",
     shared_memory_per_block_optin=166912,
     L2_cache_size=1 << 25,
     is_integrated=0,
@@ -53,8 +53,8 @@ def _getitem(x: torch.Tensor, index: object) -> torch.Tensor:
 
 
 @contextmanager
-def fake_cuda(*, compiling: bool) -> Iterator[FakeTensorMode]:
-    """A fake tensor mode in which torch believes that there is one NVIDIA GPU of compute capability 8.0."""
+def fake_cuda(*, compiling: bool, amd: bool = False) -> Iterator[FakeTensorMode]:
+    """A fake tensor mode in which torch believes that there is one NVIDIA GPU (sm_80) or one AMD GPU (gfx942)."""
     replaced = {
         "torch.compiler.is_compiling": lambda: compiling,
         "torch.cuda._lazy_init": lambda: None,
@@ -66,8 +66,11 @@ def fake_cuda(*, compiling: bool) -> Iterator[FakeTensorMode]:
         "torch._dynamo.device_interface.caching_worker_device_properties": {"cuda": [PROPERTIES]},
         "torch.utils._triton.triton_hash_with_backend": lambda: "no backend",
         "torch.tensor": _tensor,
+        "torch.version.hip": "6.4" if amd else None,
     }
     properties = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)
+    if amd:
+        properties = DeviceProperties("hip", 0, 304, "gfx942", 9, 65536, 2048, 1024, 64)
     with ExitStack() as stack:
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))

@@ -1,7 +1,7 @@
-"""The CUDA code that Inductor writes for a function, made and compiled on a machine without a GPU.
+"""The GPU code that Inductor writes for a function, made and compiled on a machine without a GPU.
 
-A function is traced with fake CUDA tensors, lowered by Inductor, and its Triton kernels are compiled to PTX. This uses
-private parts of the pinned torch version. Two parts of ``torch.compile`` are left out: the joint-graph and post-grad
+A function is traced with fake CUDA tensors, lowered by Inductor, and its Triton kernels are compiled. This uses private
+parts of the pinned torch version. Two parts of ``torch.compile`` are left out: the joint-graph and post-grad
 passes, which need a CUDA build.
 """
 
@@ -22,17 +22,16 @@ triton = pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 import torch
 import torch._inductor.config as inductor_config
-from compiled_code import assembly_of
+from compiled_code import TARGETS, assembly_of
 from fake_cuda import fake_cuda
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["kernels_of", "ptx_of"]
+__all__ = ["assembly_of_kernels", "kernels_of"]
 
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
 BLOCKS = {"XBLOCK": 256, "YBLOCK": 16, "R0_BLOCK": 256, "R1_BLOCK": 16}
@@ -42,9 +41,9 @@ DECOMPOSITIONS = {aten.index_select.default: lambda x, axis, index: aten.index.T
 HEURISTICS = ("pointwise", "reduction", "persistent_reduction", "cooperative_reduction", "split_scan", "foreach")
 
 
-def kernels_of(function: Callable[..., object], *like: torch.Tensor) -> dict[str, str]:
-    """Return the sources of the Triton kernels that Inductor writes for a function of CUDA tensors like these."""
-    with fake_cuda(compiling=True) as mode:
+def kernels_of(function: Callable[..., object], *like: torch.Tensor, amd: bool = False) -> dict[str, str]:
+    """Return the sources of the Triton kernels that Inductor writes for a function of GPU tensors like these."""
+    with fake_cuda(compiling=True, amd=amd) as mode:
         with mode:
             inputs = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="cuda:0") for a in like]
             traced = make_fx(function, decomposition_table=select_decomp_table() | DECOMPOSITIONS)(*inputs)
@@ -56,8 +55,8 @@ def kernels_of(function: Callable[..., object], *like: torch.Tensor) -> dict[str
     return dict(KERNEL.findall(code.value))
 
 
-def ptx_of(kernels: dict[str, str], directory: Path, arch: int = 80) -> dict[str, str]:
-    """Compile kernels of ``kernels_of`` with Inductor's own options, and return the PTX of each."""
+def assembly_of_kernels(kernels: dict[str, str], directory: Path, target: str) -> dict[str, str]:
+    """Compile kernels of ``kernels_of`` with Inductor's own options, and return the assembly code of each."""
     assembly = {}
     for name, source in kernels.items():
         caught: dict[str, object] = {}
@@ -79,7 +78,7 @@ def ptx_of(kernels: dict[str, str], directory: Path, arch: int = 80) -> dict[str
         constants = meta["constants"] | {each: BLOCKS[each] for each in names}
         source_of = ASTSource(fn=caught["function"], signature=meta["signature"], constexprs=constants)
         options = {"enable_fp_fusion": meta["enable_fp_fusion"]}
-        assembly[name] = assembly_of(source_of, GPUTarget("cuda", arch, 32), options)
+        assembly[name] = assembly_of(source_of, TARGETS[target], options)
     return assembly
 
 

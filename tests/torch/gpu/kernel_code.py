@@ -17,13 +17,8 @@ from triton.compiler import ASTSource
 import detent as dt
 from detent.torch.gpu import launch
 
-__all__ = ["TARGETS", "arguments_of", "code_of"]
+__all__ = ["arguments_of", "code_of"]
 
-TARGETS = {
-    **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 86, 89, 90, 100, 120)},
-    **{name: GPUTarget("hip", name, 64) for name in ("gfx90a", "gfx942", "gfx950")},
-    **{name: GPUTarget("hip", name, 32) for name in ("gfx1100", "gfx1201")},
-}
 POINTERS = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
@@ -39,7 +34,7 @@ POINTERS = {
 def arguments_of(
     operation: str, spec: dt.QuantSpec, dtype: torch.dtype, ste: dt.ste.Estimator, shape: tuple[int, ...]
 ) -> tuple[str, dict[str, object]]:
-    """Return the kernel that an operation launches, and its arguments; nothing runs."""
+    """Return the kernel that an operation launches, and its arguments with ``programs``; nothing runs."""
     caught: list[tuple[str, dict[str, object]]] = []
 
     def catch(kernel: object) -> object:
@@ -47,15 +42,15 @@ def arguments_of(
             arg_names = kernel.arg_names
 
             def __getitem__(self, programs: tuple[int]) -> object:
-                return lambda **arguments: caught.append((kernel.__name__, arguments))
+                return lambda **arguments: caught.append((kernel.__name__, arguments | {"programs": programs[0]}))
 
         return Kernel()
 
     names = ("forward", "dequantize", "backward", "masked_backward", "minmax", "learned_backward")
     replaced = {name: catch(getattr(launch.kernels, name)) for name in names}
-    x = torch.zeros(shape, dtype=dtype)
-    scale = torch.ones(spec.granularity.tiling(shape).scale_shape, dtype=launch.scale_dtype(x))
-    z = torch.zeros(scale.shape, dtype=torch.int32)
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    scale = x.new_empty(spec.granularity.tiling(shape).scale_shape, dtype=launch.scale_dtype(x))
+    z = torch.empty_like(scale, dtype=torch.int32)
     calls = {
         "fake_quantize": lambda: launch.fake_quantize(x, scale, z, spec),
         "fake_quantize_masked": lambda: launch.fake_quantize_masked(x, scale, z, spec, ste),
@@ -63,7 +58,7 @@ def arguments_of(
         "dequantize": lambda: launch.dequantize(_codes(x, spec), scale, z, spec, dtype),
         "backward": lambda: launch.fake_quantize_backward(x, x, scale, z, spec, ste),
         "masked_backward": lambda: launch.masked_backward(
-            x, torch.zeros(x.numel() // 8, dtype=torch.uint8), launch.order_of(x, spec)
+            x, x.new_empty(x.numel() // 8, dtype=torch.uint8), launch.order_of(x, spec)
         ),
         "minmax": lambda: launch.minmax(x, spec),
         "learned_backward": lambda: launch.fake_quantize_learned_backward(x, x, scale, z, spec, ste, scale.double()),

@@ -1,8 +1,11 @@
 """The rule for generated code: which float operations of PTX keep the numeric contract (docs/numerics.md).
 
-Each allowed operation is exact, or rounds once to the nearest even number and keeps subnormal numbers. ``add.rn`` and
-``mul.rn`` are final, but the assembler may fuse a bare ``mul`` with a bare ``add`` that uses the product. Inductor
-writes bare operations, so for its code the rule is weaker: no product is an operand of an addition.
+Each allowed operation is exact, or rounds once to the nearest even number and keeps subnormal numbers. A bare ``add``
+or ``mul`` rounds to nearest, too, but the assembler may fuse a bare product with a bare addition that uses it (PTX
+ISA); it never fuses ``add.rn`` and ``mul.rn``. Triton writes bare operations unless ``enable_fp_fusion`` is off, which
+Inductor only does with its option ``emulate_precision_casts``. So for Inductor's code the rule is: no product is an
+operand of an addition or subtraction, not even after a copy, a change of sign or an exact conversion. A selection ends
+a product, because no fused operation can compute it. ``compiled_code.assembler_fuses`` checks that with the assembler.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ __all__ = ["float_operations", "violations"]
 
 TYPE = r"(?:f16|bf16|f32|f64)(?:x2)?"
 OPERATION = re.compile(rf"^\s*(?:@!?%p\d+\s+)?([a-z]\w*(?:\.\w+)*\.{TYPE}(?:\.\w+)*)\s+([^;]*);", re.MULTILINE)
+INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.]*)\s+(\{[^}]*\}|[^,;]*),([^;]*);", re.MULTILINE)
 REGISTER = re.compile(r"%\w+")
 MOVES = re.compile(r"(ld|st|mov|cvta|shfl)\.")
 ALLOWED = re.compile(
@@ -27,6 +31,9 @@ ALLOWED = re.compile(
     re.VERBOSE,
 )
 BARE = re.compile(rf"(add|sub|mul)\.{TYPE}")
+PRODUCT = re.compile(rf"mul\.{TYPE}")
+SUM = re.compile(rf"(add|sub)\.{TYPE}")
+PASSES_ON = re.compile(rf"mov\.({TYPE}|b\d+)|neg\.{TYPE}|cvt\.(f32\.b?f16|f64\.b?f16|f64\.f32)")
 
 
 def float_operations(ptx: str) -> Counter[str]:
@@ -46,12 +53,12 @@ def violations(ptx: str, *, bare: bool = False) -> Counter[str]:
 
 def _fusible(ptx: str) -> Counter[str]:
     """Count the additions that have a bare product as an operand."""
-    products, found = set(), Counter()
-    for name, operands in OPERATION.findall(ptx):
-        registers = REGISTER.findall(operands)
-        is_copy = re.fullmatch(rf"mov\.{TYPE}", name) and products.intersection(registers[1:])
-        if is_copy or re.fullmatch(rf"mul\.{TYPE}", name):
-            products.add(registers[0])
-        elif re.fullmatch(rf"(add|sub)\.{TYPE}", name) and products.intersection(registers[1:]):
+    products: set[str] = set()
+    found: Counter[str] = Counter()
+    for name, results, operands in INSTRUCTION.findall(ptx):
+        uses_product = products.intersection(REGISTER.findall(operands))
+        if PRODUCT.fullmatch(name) or (uses_product and PASSES_ON.fullmatch(name)):
+            products.update(REGISTER.findall(results))
+        elif uses_product and SUM.fullmatch(name):
             found[f"{name} of a product"] += 1
     return found

@@ -7,21 +7,21 @@ compiler does with a division or a product; ``test_kernel_code`` checks that.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from types import ModuleType
+from collections import Counter
+from collections.abc import Callable, Iterator
+from math import prod
 from unittest import mock
 
-import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import detent as dt
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
-from interpreted import interpreted, load_kernels  # noqa: E402
+from interpreted import interpreted, large_programs, load_kernels  # noqa: E402
+from tie_points import MAGNITUDES, differences, every_value, tie_points  # noqa: E402
 from torch_bits import array, assert_same, make_case, tensor  # noqa: E402
 
 from detent import kernels  # noqa: E402
@@ -188,112 +188,141 @@ def test_an_expanded_gradient() -> None:
     assert_same(gx, dt.fake_quantize_backward(np.full((10, 10), 2.0, np.float32), x.numpy(), params))
 
 
-# Many points
+# Points next to rounding boundaries
 
 
-def many_points(spec: dt.QuantSpec, dtype: str, magnitude: str, seed: int) -> tuple[NDArray, dt.QuantParams]:
-    """Make 2^20 values within two ulps of ties, for 64 scales; or, for 16-bit dtypes, every value for 16 scales."""
+MANY_SHAPE = (16, 45, 91)  # one program of the interpreter
+INTEGERS = [each.name for each in dt.formats.FORMATS.values() if each.is_integer]
+OTHER_FORMATS = [each.name for each in dt.formats.FORMATS.values() if not each.is_integer]
+# for the kernels, conventions with the same division and order of the zero point are equal
+ARITHMETICS = {
+    "divide": ("onnx", "torsh", "rlx", "baracuda_channel"),
+    "reciprocal": ("torch", "torch_fused", "baracuda"),
+    "before_round": ("compressed_tensors", "oxicuda", "entrenar", "baracuda_token"),
+}
+
+
+def test_conventions_differ_in_their_arithmetic_only() -> None:
+    """What a convention changes in a kernel, besides the limits of codes, is the arithmetic."""
+    kinds = {}
+    for convention in dt.convention.PRESETS:
+        spec = dt.QuantSpec("uint8", convention=convention, rounding="half_even")
+        constants = launch._constants(spec, torch.float32, CLIPPED)
+        kinds[convention] = tuple(value for name, value in constants.items() if name not in ("LOW", "HIGH"))
+    assert sorted(kinds) == sorted(each for conventions in ARITHMETICS.values() for each in conventions)
+    for conventions in ARITHMETICS.values():
+        assert len({kinds[each] for each in conventions}) == 1
+    assert len(set(kinds.values())) == len(ARITHMETICS)
+
+
+def seed_of(*facts: object) -> int:
+    return zlib.crc32(" ".join(map(str, facts)).encode())
+
+
+def combined_spec(granularity: str, arithmetic: str, rounding: str, seed: int) -> dt.QuantSpec:
+    """Make a spec of a convention and an integer format that the seed chooses."""
     rng = np.random.default_rng(seed)
-    wide = np.float64 if dtype == "float64" else np.float32
-    # for 16-bit data, extreme scales are those that the data can reach
-    exponents = {"ordinary": (-9, 1), "tiny": (-126, -118), "huge": (98, 110)}
-    if dtype == "float16":
-        exponents |= {"tiny": (-24, -16), "huge": (6, 15)}
-    if dtype == "float64":
-        exponents |= {"tiny": (-1022, -1010), "huge": (980, 1000)}
-    scale = np.ldexp(rng.uniform(1, 2, size=64), rng.integers(*exponents[magnitude], size=64)).astype(wide)
-    zero = np.zeros(64, np.int32) if spec.symmetric else rng.integers(spec.qmin, spec.qmax, 64, np.int32, endpoint=True)
-    if dtype in ("float16", "bfloat16"):
-        values = np.arange(65536, dtype=np.uint16).view(dtype if dtype == "float16" else ml_dtypes.bfloat16)
-        return np.tile(values, (16, 1)), dt.QuantParams(spec, scale[:16], zero[:16])
-    low, high = spec.qmin - zero[:, None] - 3, spec.qmax - zero[:, None] + 3
-    ties = np.floor(rng.random((64, 16384)) * (high - low)) + low + 0.5
-    with np.errstate(all="ignore"):
-        x = (ties * scale[:, None].astype(np.float64)).astype(wide)
-        bits = x.view(f"i{x.itemsize}") + rng.integers(-2, 3, size=x.shape)
-    return bits.astype(f"i{x.itemsize}").view(wide), dt.QuantParams(spec, scale, zero)
+    form, convention = rng.choice(INTEGERS), rng.choice(ARITHMETICS[arithmetic])
+    symmetric = False if form.endswith("nt1") else (None, False)[rng.integers(2)]
+    return dt.QuantSpec(str(form), granularity, symmetric=symmetric, convention=str(convention), rounding=rounding)
 
 
-MANY = [
-    ("int8", "onnx", None),
-    ("uint8", "onnx", None),
-    ("int16", "onnx", None),
-    ("int16", "torch", None),
-    ("uint8", "torch", None),
-    ("uint16", "compressed_tensors", None),
-    ("uint8", "oxicuda", None),
-    ("uint4", "baracuda_token", None),
-    ("int16", "onnx", "floor"),
-    ("int16", "onnx", "half_away"),
-    ("uint8", "compressed_tensors", "floor"),
-    ("int1", "torsh", None),
-]
-
-
-def count_differences(spec: dt.QuantSpec, x: NDArray, params: dt.QuantParams) -> tuple[int, int]:
-    """Count the differing codes, and the differing outputs and mask bits."""
-    data, s, z = map(tensor, (x, params.scale, params.zero_point))
-    with mock.patch.object(launch, "BLOCK", 1 << 17):  # the interpreter is faster with few large blocks
-        launch._call.cache_clear()
-        codes = array(launch.quantize(data, s, z, spec, "qmin"))
-        y, mask, _ = launch.fake_quantize_masked(data, s, z, spec, dt.ste.Clipped())
-    launch._call.cache_clear()
-    expected, bits = dt.fake_quantize_masked(x, params, ste=dt.ste.Clipped())
-    kind = f"u{x.itemsize}"
-    same = (array(y).view(kind) == np.ascontiguousarray(expected).view(kind)) | (np.isnan(x) & np.isnan(array(y)))
-    wrong_bits = np.unpackbits(mask.numpy() ^ np.asarray(bits)).sum()
-    wrong_codes = (codes != dt.quantize(x, params, nan="qmin").codes).sum()
-    return int(wrong_codes), int((~same).sum() + wrong_bits)
+def count_differences(spec: dt.QuantSpec, dtype: str, magnitude: str, shape: tuple[int, ...] = MANY_SHAPE) -> Counter:
+    seed = seed_of(spec, dtype, magnitude)
+    step = seed % 7 if spec.rounding.kind == "stochastic" else 0
+    case = tie_points(spec, shape, dtype, magnitude, seed, step)
+    return differences(spec, case, ESTIMATORS[seed % len(ESTIMATORS)], step)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("magnitude", ["ordinary", "tiny", "huge"])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("form", "convention", "rounding"), MANY)
-def test_many_points(form: str, convention: str, rounding: str | None, dtype: str, magnitude: str) -> None:
-    """All tests together compare more than 10^8 points next to ties, or with every 16-bit value."""
-    symmetric = False if form == "int1" else None
-    spec = dt.QuantSpec(form, "axis0", symmetric=symmetric, convention=convention, rounding=rounding)
-    seed = zlib.crc32(f"{spec} {dtype} {magnitude}".encode())
-    assert count_differences(spec, *many_points(spec, dtype, magnitude, seed)) == (0, 0)
+def test_points_of_integers(
+    dtype: str, granularity: str, magnitude: str, rounding: str, record_property: Callable[[str, object], None]
+) -> None:
+    """All tests of integers and other formats together compare 1.26 * 10^8 points."""
+    with large_programs(prod(MANY_SHAPE)):
+        for arithmetic in ARITHMETICS:
+            seed = seed_of(dtype, granularity, magnitude, rounding, arithmetic)
+            spec = combined_spec(granularity, arithmetic, rounding, seed)
+            assert not count_differences(spec, dtype, magnitude), spec
+    record_property("points", prod(MANY_SHAPE) * len(ARITHMETICS))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_points_of_one_spec(dtype: str) -> None:
-    spec = dt.QuantSpec("int16", "axis0")
-    x, params = many_points(spec, dtype, "ordinary", 0)
-    assert count_differences(spec, np.ascontiguousarray(x[:, ::32]), params) == (0, 0)
+def test_points_of_other_formats(
+    dtype: str, granularity: str, magnitude: str, record_property: Callable[[str, object], None]
+) -> None:
+    with large_programs(prod(MANY_SHAPE)):
+        for form in OTHER_FORMATS:
+            spec = dt.QuantSpec(form, granularity)
+            assert not count_differences(spec, dtype, magnitude), spec
+    record_property("points", prod(MANY_SHAPE) * len(OTHER_FORMATS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_value_of_16_bits(
+    dtype: str, arithmetic: str, rounding: str, magnitude: str, record_property: Callable[[str, object], None]
+) -> None:
+    convention = ARITHMETICS[arithmetic][0]
+    spec = dt.QuantSpec("uint8", "axis0", symmetric=False, convention=convention, rounding=rounding)
+    case = every_value(spec, 2, dtype, magnitude, seed_of(spec, dtype, magnitude))
+    with large_programs(case.x.size):
+        assert not differences(spec, case, CLIPPED)
+    record_property("values", case.x.size)
+
+
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_points_of_one_spec(dtype: str, rounding: str, magnitude: str) -> None:
+    spec = dt.QuantSpec("int16", "axis0", rounding=rounding)
+    with large_programs(1 << 14):
+        assert not count_differences(spec, dtype, magnitude, (16, 1024))
 
 
 # Wrong kernels
 
 
+INT16 = dt.QuantSpec("int16", "axis0")
+# the source, its replacement, and the results that must differ
 MUTANTS = {
     "reciprocal for divide": (
         "t = tl.math.div_rn(x, s)",
         "t = x * tl.math.div_rn(tl.full(s.shape, 1.0, tl.float32), s)",
+        {"codes", "outputs", "masked outputs", "gradients of scales"},
     ),
-    "half away for half even": ('if ROUNDING == "half_even":', 'if ROUNDING == "never":'),
-    "zero point before rounding": ("if BEFORE:", "if not BEFORE:"),
-    "exclusive bounds": ("(value >= low)", "(value > low)"),
+    "half away for half even": ('if ROUNDING == "half_even":', 'if ROUNDING == "never":', {"codes", "outputs"}),
+    "exclusive bounds": ("(value >= low)", "(value > low)", {"mask bytes", "gradients", "gradients by mask"}),
+    "sums in another order": (
+        "tl.reshape(terms, [ROWS, 2, COLUMNS >> (i + 1)]), 1,",
+        "tl.reshape(terms, [ROWS, COLUMNS >> (i + 1), 2]), 2,",
+        {"gradients of scales"},
+    ),
+    "infinity as the largest value": (' & (x < float("inf"))', "", {"maxima"}),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_seen(name: str) -> None:
-    spec = dt.QuantSpec("int16", "axis0")
-    x, params = many_points(spec, "float32", "ordinary", 1)
-    with interpreted(_mutant(*MUTANTS[name])):
-        assert sum(count_differences(spec, x[:, :2048].copy(), params)) > 0
+    old, new, expected = MUTANTS[name]
+    dtype = "float64" if name == "sums in another order" else "float32"  # rounding to float32 hides most orders
+    case = tie_points(INT16, (16, 1024), dtype, "ordinary", 1)
+    with interpreted(load_kernels(interpret=True, replace=(old, new))), large_programs(case.x.size):
+        assert expected <= set(differences(INT16, case, CLIPPED))
 
 
 def test_a_plain_cast_to_bfloat16_is_seen() -> None:
-    mutant = _mutant("result = nearest.to(tl.int16)", "result = y.to(tl.bfloat16).to(tl.int16, bitcast=True)")
-    spec = dt.QuantSpec("int16", "axis0")
-    x, params = many_points(spec, "bfloat16", "ordinary", 1)
-    with interpreted(mutant):
-        assert count_differences(spec, x[:2].copy(), dt.QuantParams(spec, params.scale[:2]))[1] > 0
-
-
-def _mutant(old: str, new: str) -> ModuleType:
-    return load_kernels(interpret=True, replace=(old, new))
+    replace = ("result = nearest.to(tl.int16)", "result = y.to(tl.bfloat16).to(tl.int16, bitcast=True)")
+    case = every_value(INT16, 2, "bfloat16", "ordinary", 1)
+    with interpreted(load_kernels(interpret=True, replace=replace)), large_programs(case.x.size):
+        assert {"outputs", "values of codes"} <= set(differences(INT16, case, CLIPPED))

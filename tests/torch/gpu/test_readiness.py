@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from unittest import mock
 
 import numpy as np
@@ -16,11 +16,12 @@ import detent as dt
 
 torch = pytest.importorskip("torch")
 
+from fake_cuda import fake_cuda  # noqa: E402
 from torch_bits import assert_same, make_case, tensor  # noqa: E402
 
 import detent.torch as qt  # noqa: E402
 from detent.torch import operator, traced  # noqa: E402
-from detent.torch.gpu import launch, readiness  # noqa: E402
+from detent.torch.gpu import kernels, launch, readiness  # noqa: E402
 
 CPU = torch.device("cpu")
 SPEC = dt.QuantSpec.parse("uint8/axis0/affine")
@@ -58,7 +59,12 @@ def test_without_triton_torch_operations_run(recwarn: pytest.WarningsRecorder) -
 @pytest.mark.parametrize(
     ("check", "expected"),
     [
-        (mock.Mock(side_effect=RuntimeError("no C compiler\nhint")), "RuntimeError: no C compiler"),
+        # errors of Triton without a C compiler, and of a version that lacks a function
+        (
+            mock.Mock(side_effect=RuntimeError("Failed to find C compiler.\nhint")),
+            "RuntimeError: Failed to find C compiler",
+        ),
+        (mock.Mock(side_effect=AttributeError("no attribute 'div_rn'")), "AttributeError: no attribute 'div_rn'"),
         (mock.Mock(side_effect=AssertionError()), "failed with AssertionError"),
         (mock.Mock(return_value=["quantize of int8 (3 of 9)"]), r"wrong results: quantize of int8 \(3 of 9\)"),
     ],
@@ -69,6 +75,7 @@ def test_a_failed_check_warns_once_and_torch_operations_run(check: mock.Mock, ex
     with (
         cpu_as_gpu(),
         mock.patch.object(readiness, "find_spec", return_value=object()),
+        mock.patch.object(kernels, "import_error", None),
         mock.patch.object(readiness, "differences", check),
     ):
         with pytest.warns(UserWarning, match=f"off for float32 on cpu: the self-check .*{expected}"):
@@ -76,6 +83,38 @@ def test_a_failed_check_warns_once_and_torch_operations_run(check: mock.Mock, ex
         assert_same(traced.fake_quantize(x, s, z, SPEC), dt.fake_quantize(case.x, case.params))
     assert_same(y, dt.fake_quantize(case.x, case.params))
     assert check.call_count == 1
+
+
+def test_a_triton_that_cannot_be_imported() -> None:
+    x, s, z = torch.ones(3, 4), torch.ones(3), torch.zeros(3, dtype=torch.int32)
+    with (
+        cpu_as_gpu(),
+        mock.patch.object(readiness, "find_spec", return_value=object()),
+        mock.patch.object(kernels, "import_error", AttributeError("libtriton does not fit")),
+        pytest.warns(UserWarning, match="off for float32 on cpu: Triton cannot be imported: AttributeError: libtriton"),
+    ):
+        assert_same(traced.fake_quantize(x, s, z, SPEC), np.ones((3, 4), np.float32))
+
+
+def test_an_import_of_triton_may_fail_with_any_error() -> None:
+    finder = mock.Mock()
+    finder.find_spec.side_effect = RuntimeError("wrong version of libtriton")
+    others = {name: module for name, module in sys.modules.items() if name.partition(".")[0] != "triton"}
+    spec = spec_from_file_location("copy_of_kernels", kernels.__file__)
+    module = module_from_spec(spec)
+    with mock.patch.dict(sys.modules, others, clear=True), mock.patch.object(sys, "meta_path", [finder]):
+        spec.loader.exec_module(module)
+    assert repr(module.import_error) == "RuntimeError('wrong version of libtriton')"
+    assert callable(module.forward)
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU driver")
+def test_without_a_driver_torch_operations_run() -> None:
+    """Triton itself runs here: it finds no driver."""
+    x, s, z = torch.ones(3, 4), torch.ones(3), torch.zeros(3, dtype=torch.int32)
+    with cpu_as_gpu(), pytest.warns(UserWarning, match=r"self-check failed with \w+: .*driver"):
+        assert_same(traced.fake_quantize(x, s, z, SPEC), np.ones((3, 4), np.float32))
 
 
 def test_while_a_cuda_graph_is_recorded_nothing_is_checked() -> None:
@@ -137,11 +176,31 @@ def test_positions_of_large_arrays_are_int64() -> None:
     assert large.programs == 2**21
 
 
-def test_parameters_on_a_different_device() -> None:
-    x, z = torch.ones(4), torch.zeros((), dtype=torch.int32)
-    scale = mock.MagicMock(spec=torch.Tensor, device=torch.device("cuda", 0))
-    with pytest.raises(dt.errors.ParamsError, match=r"got x on cpu, but scale on cuda:0, .*model\.to\('cpu'\)"):
-        operator._check_device(x, scale, z)
+@pytest.mark.parametrize(("data", "parameters"), [("cuda:0", "cpu"), ("cpu", "cuda:0"), ("cuda:0", "cuda:1")])
+@pytest.mark.parametrize("wrong", ["scale", "zero_point"])
+def test_tensors_on_two_devices(data: str, parameters: str, wrong: str) -> None:
+    with fake_cuda(compiling=False) as fake, fake:
+        x = torch.empty(3, 4, device=data)
+        scale = torch.empty(3, device=parameters if wrong == "scale" else data)
+        zero_point = torch.empty(3, dtype=torch.int32, device=parameters if wrong == "zero_point" else data)
+        with pytest.raises(dt.errors.ParamsError, match=rf"x on {data}, but {wrong} on {parameters}, .*model\.to\("):
+            operator.apply_traced(x, scale, zero_point, SPEC, dt.ste.Clipped())
+        assert not traced.runs_on_gpu_kernels(x, scale, zero_point, SPEC, None, 0)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_an_empty_tensor(learned: bool) -> None:
+    """Torch operations process it: there is no kernel for it, and no self-check."""
+    x = torch.empty(3, 0, requires_grad=True)
+    scale, zero_point = torch.ones(3, requires_grad=learned), torch.zeros(3, dtype=torch.int32)
+    with cpu_as_gpu(), mock.patch.object(readiness, "_check", side_effect=AssertionError):
+        y = operator.apply_traced(x, scale, zero_point, SPEC, dt.ste.Clipped(), learned=learned)
+        y.backward(torch.empty(3, 0))
+        assert y.shape == x.grad.shape == (3, 0)
+        lo, hi = traced.minmax(x, SPEC)
+    assert lo.tolist() == [np.inf] * 3
+    assert hi.tolist() == [-np.inf] * 3
+    assert not learned or scale.grad.tolist() == [0.0] * 3
 
 
 # The whole path, with kernels in Triton's interpreter

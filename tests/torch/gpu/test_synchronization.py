@@ -1,4 +1,4 @@
-"""Forward and backward passes of calibrated models do not wait for a GPU: no value is copied to the host.
+"""Forward and backward passes of calibrated models do not wait for a GPU, and how many torch operations they need.
 
 Models run on the meta device, whose tensors have no data: like a GPU, it takes the path of torch operations, and every
 use of a value on the host is an error. Autograd of a CPU build of torch cannot run on fake CUDA tensors, so these only
@@ -23,12 +23,14 @@ WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 
 
 class Recorder(TorchDispatchMode):
-    """Records the names of operators, and of those that wait for a device."""
+    """Records the names of operators, of those that wait for a device, and of those that write a large tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, large: int = 1) -> None:
         super().__init__()
+        self.large = large
         self.names: list[str] = []
         self.waits: list[str] = []
+        self.passes: list[str] = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
@@ -38,6 +40,8 @@ class Recorder(TorchDispatchMode):
         to_host = isinstance(result, torch.Tensor) and result.device.type == "cpu" and devices & {"cuda", "meta"}
         if name in WAITING or to_host:
             self.waits.append(name)
+        if isinstance(result, torch.Tensor) and not operator.is_view and result.numel() >= self.large:
+            self.passes.append(name)
         return result
 
 
@@ -79,6 +83,29 @@ def test_operations_on_fake_cuda_tensors_do_not_wait(text: str) -> None:
     assert all(each.device.type == "cuda" for each in (y, *gradients))
     assert len(recorder.names) > 20
     assert recorder.waits == []
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "expected"),
+    [
+        ("int8", torch.float32, (12, 8)),
+        ("uint8/axis0/affine", torch.bfloat16, (14, 9)),
+        ("int4/group32", torch.float32, (14, 10)),
+        ("int4/group32", torch.bfloat16, (16, 11)),
+    ],
+)
+def test_passes_over_memory_without_kernels(text: str, dtype: torch.dtype, expected: tuple[int, int]) -> None:
+    """Without Triton, fake quantization is 12 to 16 operations that write the whole tensor; docs/howto/gpu.md."""
+    spec = dt.QuantSpec.parse(text)
+    shape = spec.granularity.tiling((64, 96)).scale_shape
+    with fake_cuda(compiling=False) as fake, fake:
+        x = torch.empty(64, 96, dtype=dtype, device="cuda:0")
+        parameters = torch.empty(shape, device="cuda:0"), torch.empty(shape, dtype=torch.int32, device="cuda:0")
+        with Recorder(x.numel()) as forward:
+            traced.fake_quantize(x, *parameters, spec)
+        with Recorder(x.numel()) as backward:
+            traced.fake_quantize_backward(x, x, *parameters, spec, dt.ste.Clipped())
+    assert (len(forward.passes), len(backward.passes)) == expected
 
 
 def test_a_copy_to_the_host_is_seen() -> None:

@@ -1,4 +1,4 @@
-"""Compiled GPU code of the torch operations in ``traced``: Inductor's PTX for sm_80 keeps the numeric contract.
+"""Compiled GPU code of the torch operations in ``traced``: Inductor's code for GPUs keeps the numeric contract.
 
 Most functions are traced with an addition of 1.5 after it, with which a compiler would fuse the last product. Needs
 Triton, but no GPU.
@@ -17,8 +17,10 @@ import detent as dt
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
-from inductor_code import kernels_of, ptx_of  # noqa: E402
-from ptx_rule import float_operations, violations  # noqa: E402
+from compiled_code import MAIN_TARGETS, assembler_fuses, violations  # noqa: E402
+from inductor_code import assembly_of_kernels, kernels_of  # noqa: E402
+from ptx_rule import float_operations  # noqa: E402
+from ptx_rule import violations as ptx_violations  # noqa: E402
 
 from detent.observers.minmax import mix_seen_ranges  # noqa: E402
 from detent.torch import traced, traced_namespace  # noqa: E402
@@ -51,9 +53,15 @@ def arguments(spec: dt.QuantSpec, dtype: torch.dtype = torch.float32) -> tuple[t
 
 
 def broken(function: Callable[..., object], directory: Path, *like: torch.Tensor) -> Counter[str]:
-    """Float operations against the rule in all kernels of a function."""
-    assembly = ptx_of(kernels_of(function, *like), directory)
-    return sum((violations(ptx, bare=True) for ptx in assembly.values()), Counter())
+    """Return what breaks the rules in all kernels of a function, for all main targets."""
+    found: Counter[str] = Counter()
+    for amd in (False, True):
+        kernels = kernels_of(function, *like, amd=amd)
+        for target in MAIN_TARGETS:
+            if target.startswith("gfx") == amd:
+                for assembly in assembly_of_kernels(kernels, directory, target).values():
+                    found += violations(assembly, target, bare=True)
+    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,20 +75,35 @@ def test_forward(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert not broken(forward, tmp_path, *arguments(spec, dtype))
 
 
+def constants(spec: dt.QuantSpec, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale and a zero point that are constants of the trace."""
+    shape = spec.granularity.tiling(SHAPE).scale_shape
+    zero_point = torch.full(shape, 3, dtype=torch.int32, device=like.device)
+    return torch.full(shape, 0.0123, device=like.device), zero_point
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_forward_with_a_constant_scale(name: str, tmp_path: Path) -> None:
     """Inductor multiplies by the reciprocal of a constant divisor, unless ``addcdiv`` divides."""
     spec = SPECS[name]
-    x, s, z = arguments(spec)
+    x = torch.empty(SHAPE)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        scale = torch.full(s.shape, 0.0123, device=x.device)
-        return traced.fake_quantize(x, scale, torch.full(z.shape, 3, dtype=z.dtype, device=x.device), spec)
+        return traced.fake_quantize(x, *constants(spec, x), spec)
 
-    kernels = kernels_of(forward, x)
-    (ptx,) = ptx_of(kernels, tmp_path).values()
-    assert not violations(ptx, bare=True)
+    assert not broken(forward, tmp_path, x)
+    (ptx,) = assembly_of_kernels(kernels_of(forward, x), tmp_path, "sm_80").values()
     assert bool(float_operations(ptx)["div.rn.f32"]) == (name != "torch")  # 1 / s is computed by the compiler
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8/axis0/affine", "torch", "compressed_tensors"])
+def test_backward_with_a_constant_scale(name: str, tmp_path: Path) -> None:
+    spec = SPECS[name]
+
+    def backward(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return traced.fake_quantize_backward(g, x, *constants(spec, x), spec, dt.ste.Clipped()) + 1.5
+
+    assert not broken(backward, tmp_path, torch.empty(SHAPE), torch.empty(SHAPE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,12 +144,14 @@ def test_ranges_and_scales(name: str, tmp_path: Path) -> None:
     assert not broken(observe, tmp_path, torch.empty(SHAPE), lo, lo)
 
 
+# a function that breaks the contract, and what is found in its code
 MUTANTS = {
-    "division": (lambda x, s: x / s, "div.full.f32"),
-    "constant": (lambda x, s: x / torch.full_like(s, 0.3), "of a product"),
-    "product": (lambda x, s: x * s, "fma.rn.f32"),
-    "product through float64": (lambda x, s: (x.double() * s.double()).float(), "fma.rn.f32"),
-    "floor": (lambda x, s: torch.floor(x), "cvt.rmi.ftz.f32.f32"),
+    "division": (lambda x, s: x / s, {"div.full.f32"}),
+    "constant": (lambda x, s: x / torch.full_like(s, 0.3), {"fma.rn.f32", "fma.rn.f32x2"}),
+    "product": (lambda x, s: x * s, {"fma.rn.f32", "fma.rn.f32x2", "v_fmac_f32"}),
+    "negative product": (lambda x, s: -(x * s), {"fma.rn.f32", "sub.f32 of a product"}),
+    "product through float64": (lambda x, s: (x.double() * s.double()).float(), {"fma.rn.f32"}),
+    "floor": (lambda x, s: torch.floor(x), {"cvt.rmi.ftz.f32.f32"}),
 }
 
 
@@ -134,4 +159,42 @@ MUTANTS = {
 def test_the_rule_catches(name: str, tmp_path: Path) -> None:
     mutant, expected = MUTANTS[name]
     found = broken(lambda x, s: mutant(x, s) + 1.5, tmp_path, torch.empty(SHAPE), torch.empty(SHAPE))
-    assert any(expected in each for each in found) or (name == "constant" and "fma.rn.f32" in found), found
+    assert expected.intersection(found), found
+
+
+PTX = """
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry kernel(.param .u64 p) {{
+  .reg .u64 %rd<2>; .reg .f32 %f<6>; .reg .pred %p<2>;
+  ld.param.u64 %rd1, [p];
+  ld.global.f32 %f1, [%rd1];
+  ld.global.f32 %f2, [%rd1+4];
+  {0}
+  st.global.f32 [%rd1], %f5;
+  ret;
+}}
+"""
+FUSIBLE = {
+    "sum": "mul.f32 %f3, %f1, %f2; add.f32 %f5, %f3, %f1;",
+    "difference": "mul.f32 %f3, %f1, %f2; sub.f32 %f5, %f1, %f3;",
+    "copy": "mul.f32 %f3, %f1, %f2; mov.b32 %f4, %f3; add.f32 %f5, %f4, %f1;",
+    "sign": "mul.f32 %f3, %f1, %f2; neg.f32 %f4, %f3; add.f32 %f5, %f4, %f1;",
+}
+NOT_FUSIBLE = {
+    "rounded product": "mul.rn.f32 %f3, %f1, %f2; add.f32 %f5, %f3, %f1;",
+    "rounded sum": "mul.f32 %f3, %f1, %f2; add.rn.f32 %f5, %f3, %f1;",
+    "selection": "mul.f32 %f3, %f1, %f2; setp.eq.f32 %p1, %f3, 0f00000000; selp.f32 %f4, %f2, %f3, %p1; "
+    "add.f32 %f5, %f4, %f1;",
+    "product of a sum": "add.f32 %f3, %f1, %f2; mul.f32 %f5, %f3, %f1;",
+}
+
+
+@pytest.mark.parametrize("name", [*FUSIBLE, *NOT_FUSIBLE])
+def test_the_assembler_agrees_with_the_rule(name: str) -> None:
+    body = (FUSIBLE | NOT_FUSIBLE)[name].replace("; ", ";\n  ")
+    ptx = PTX.format(body)
+    assert assembler_fuses(ptx) == (name in FUSIBLE)
+    if name not in ("rounded product", "rounded sum"):
+        assert bool(ptx_violations(ptx, bare=True)) == (name in FUSIBLE)

@@ -24,18 +24,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import_error: Exception | None = None  # why Triton cannot be used
 try:
     import triton.language as tl
     from triton import jit
-except ImportError:  # Triton is optional: kernels are plain functions that nobody calls
-    tl: Any = None  # type: ignore[no-redef]
+except Exception as error:  # noqa: BLE001 - Triton is optional, and an installation that does not fit raises any error
+    import_error = error
+    tl: Any = None  # type: ignore[no-redef]  # kernels are plain functions that nobody calls
 
     def jit(function: Any) -> Any:
         """Return the function unchanged."""
         return function
 
 
-__all__ = ["backward", "dequantize", "forward", "learned_backward", "masked_backward", "minmax"]
+__all__ = ["backward", "dequantize", "forward", "import_error", "learned_backward", "masked_backward", "minmax"]
 
 
 @jit
@@ -250,22 +252,6 @@ def _set_of(i, size1, size2, block0, block1, block2, grid1, grid2, AXES: tl.cons
 
 
 @jit
-def _position(row, j, size0, size1, size2, block0, block1, block2, grid1, grid2):
-    """Return the position in memory of element j (in C order) of each parameter set, and whether it exists."""
-    set2 = row % grid2
-    set1 = row // grid2 % grid1
-    set0 = row // grid2 // grid1
-    span0 = tl.where(block0 < size0 - set0 * block0, block0, size0 - set0 * block0)
-    span1 = tl.where(block1 < size1 - set1 * block1, block1, size1 - set1 * block1)
-    span2 = tl.where(block2 < size2 - set2 * block2, block2, size2 - set2 * block2)
-    j0 = j // span2 // span1
-    j1 = j // span2 % span1
-    j2 = j % span2
-    where = ((set0 * block0 + j0) * size1 + set1 * block1 + j1) * size2 + set2 * block2 + j2
-    return where, j0 < span0
-
-
-@jit
 def _indices(BLOCK: tl.constexpr, LONG: tl.constexpr):
     first = tl.program_id(0)
     if LONG:
@@ -381,25 +367,56 @@ def masked_backward(g_ptr, mask_ptr, gx_ptr, count, DTYPE: tl.constexpr, LONG: t
 
 
 @jit
+def _position(row, j, size0, size1, size2, block0, block1, block2, grid1, grid2):
+    """Return the position in memory of element j (in C order) of each parameter set, and whether it exists."""
+    set2 = row % grid2
+    set1 = row // grid2 % grid1
+    set0 = row // grid2 // grid1
+    span0 = tl.where(block0 < size0 - set0 * block0, block0, size0 - set0 * block0)
+    span1 = tl.where(block1 < size1 - set1 * block1, block1, size1 - set1 * block1)
+    span2 = tl.where(block2 < size2 - set2 * block2, block2, size2 - set2 * block2)
+    j0 = j // span2 // span1
+    j1 = j // span2 % span1
+    j2 = j % span2
+    where = ((set0 * block0 + j0) * size1 + set1 * block1 + j1) * size2 + set2 * block2 + j2
+    return where, j0 < span0
+
+
+@jit
+def _tile(
+    sets, parts, size0, size1, size2, block0, block1, block2, grid1, grid2,
+    LONG: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return the elements of a program's tile: parameter sets (rows) by a part of the elements of each (columns).
+
+    The result is the position in memory of each element and whether it exists; and for each row its parameter set and
+    the position of its result.
+    """
+    program = tl.program_id(0)
+    if LONG:
+        program = program.to(tl.int64)
+    part = program % parts
+    row = program // parts * ROWS + tl.arange(0, ROWS)
+    j = (part * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    where, exists = _position(row[:, None], j, size0, size1, size2, block0, block1, block2, grid1, grid2)
+    return where, exists & (row[:, None] < sets), row, row * parts + part
+
+
+@jit
 def minmax(
     x_ptr, lo_ptr, hi_ptr, sets, parts, size0, size1, size2, block0, block1, block2, grid1, grid2,
     DTYPE: tl.constexpr, LONG: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Return the range of the finite elements in each part of each parameter set; (inf, -inf) if there are none."""
-    program = tl.program_id(0)
-    if LONG:
-        program = program.to(tl.int64)
-    row = program // parts * ROWS + tl.arange(0, ROWS)[:, None]
-    j = program % parts * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    where, exists = _position(row, j, size0, size1, size2, block0, block1, block2, grid1, grid2)
-    exists = exists & (row < sets)
+    where, exists, row, out = _tile(
+        sets, parts, size0, size1, size2, block0, block1, block2, grid1, grid2, LONG, ROWS, COLUMNS
+    )
     x = _widen(tl.load(x_ptr + where, mask=exists, other=0), DTYPE)
     finite = exists & (x > float("-inf")) & (x < float("inf"))
     lo = tl.reduce(tl.where(finite, x, float("inf")), 1, _smaller)
     hi = tl.reduce(tl.where(finite, x, float("-inf")), 1, _larger)
-    out = program // parts * ROWS + tl.arange(0, ROWS)
-    tl.store(lo_ptr + out * parts + program % parts, tl.where(lo == 0.0, 0.0, lo), mask=out < sets)
-    tl.store(hi_ptr + out * parts + program % parts, tl.where(hi == 0.0, 0.0, hi), mask=out < sets)
+    tl.store(lo_ptr + out, tl.where(lo == 0.0, 0.0, lo), mask=row < sets)
+    tl.store(hi_ptr + out, tl.where(hi == 0.0, 0.0, hi), mask=row < sets)
 
 
 @jit
@@ -423,17 +440,13 @@ def learned_backward(
 ):  # fmt: skip
     """Return the gradient of x, and the sums of the gradients of scale and zero point over 1024 elements each."""
     WIDE: tl.constexpr = DTYPE == "float64"
-    program = tl.program_id(0)
-    if LONG:
-        program = program.to(tl.int64)
-    row = program // parts * ROWS + tl.arange(0, ROWS)[:, None]
-    j = program % parts * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    i, exists = _position(row, j, size0, size1, size2, block0, block1, block2, grid1, grid2)
-    exists = exists & (row < sets)
+    i, exists, row, out = _tile(
+        sets, parts, size0, size1, size2, block0, block1, block2, grid1, grid2, LONG, ROWS, COLUMNS
+    )
     raw = tl.load(g_ptr + i, mask=exists, other=0)
     g = _widen(raw, DTYPE).to(tl.float64)
     x = _widen(tl.load(x_ptr + i, mask=exists, other=0), DTYPE)
-    p = tl.where(exists, row, 0)
+    p = tl.where(exists, row[:, None], 0)
     s = tl.load(s_ptr + p)
     z = tl.load(z_ptr + p).to(s.dtype)
     t = _ratio(x, s, RECIPROCAL, WIDE)
@@ -450,10 +463,9 @@ def learned_backward(
     is_counted = exists & (x == x)  # not NaN
     wide = value.to(tl.float64)
     terms = g * tl.where(unclipped, wide - t.to(tl.float64), wide)
-    out = program // parts * ROWS + tl.arange(0, ROWS)
     ds = _fold(tl.where(is_counted, terms, 0.0), ROWS, COLUMNS, HALVINGS)
-    tl.store(ds_ptr + out * parts + program % parts, ds, mask=out < sets)
+    tl.store(ds_ptr + out, ds, mask=row < sets)
     if KIND == "integer":
         terms = -s.to(tl.float64) * g
         dz = _fold(tl.where(is_counted & (unclipped == 0), terms, 0.0), ROWS, COLUMNS, HALVINGS)
-        tl.store(dz_ptr + out * parts + program % parts, dz, mask=out < sets)
+        tl.store(dz_ptr + out, dz, mask=row < sets)

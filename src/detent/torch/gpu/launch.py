@@ -275,18 +275,17 @@ def fake_quantize_backward(
     gradient = order.lay(g.detach())
     gx = torch.empty_like(gradient)
     call = _call(tiling, data.dtype, order.spec, ste)
-    s, z = _parameters(data, scale, zero_point)
-    arguments = {
-        "g_ptr": _bits(gradient),
-        "x_ptr": _bits(data),
-        "s_ptr": s,
-        "z_ptr": z,
-        "gx_ptr": _bits(gx),
-        "count": call.layout.elements,
-        "step": step,
-    }
+    arguments = _gradient_arguments(gradient, data, gx, (scale, zero_point), step)
+    arguments["count"] = call.layout.elements
     _launch(kernels.backward, call, data.device, arguments)
     return order.restore(gx)
+
+
+def _gradient_arguments(
+    g: Tensor, x: Tensor, gx: Tensor, parameters: tuple[Tensor, Tensor], step: int
+) -> dict[str, Any]:
+    s, z = _parameters(x, *parameters)
+    return {"g_ptr": _bits(g), "x_ptr": _bits(x), "s_ptr": s, "z_ptr": z, "gx_ptr": _bits(gx), "step": step}
 
 
 def masked_backward(g: Tensor, mask: Tensor, order: Order) -> Tensor:
@@ -322,7 +321,7 @@ class _Tile(NamedTuple):
 def _tile(layout: Layout, max_columns: int) -> _Tile:
     columns = min(max_columns, 1 << (layout.set_size - 1).bit_length())
     parts = -(-layout.set_size // columns)
-    rows = max(1, BLOCK // columns)
+    rows = min(max(1, BLOCK // columns), 1 << (layout.sets - 1).bit_length())
     constants = {"ROWS": rows, "COLUMNS": columns, "HALVINGS": columns.bit_length() - 1}
     constants |= {"sets": layout.sets, "parts": parts}
     return _Tile(parts, -(-layout.sets // rows) * parts, constants)
@@ -347,21 +346,10 @@ def fake_quantize_learned_backward(
     tiling = spec.granularity.tiling(tuple(data.shape))
     call = _call(tiling, data.dtype, spec, ste)
     tile = _tile(call.layout, SUM_BLOCK)
-    s, z = _parameters(data, scale, zero_point)
-    bounds, levels = _tables(spec, s.dtype, data.device)
+    bounds, levels = _tables(spec, scale_dtype(data), data.device)
     ds, dz = torch.empty((2, call.layout.sets, tile.parts), dtype=torch.float64, device=x.device)
-    arguments = {
-        "g_ptr": _bits(gradient),
-        "x_ptr": _bits(data),
-        "s_ptr": s,
-        "z_ptr": z,
-        "gx_ptr": _bits(gx),
-        "ds_ptr": ds,
-        "dz_ptr": dz,
-        "bounds_ptr": bounds,
-        "levels_ptr": levels,
-        "step": step,
-    }
+    arguments = _gradient_arguments(gradient, data, gx, (scale, zero_point), step)
+    arguments |= {"ds_ptr": ds, "dz_ptr": dz, "bounds_ptr": bounds, "levels_ptr": levels}
     _launch(kernels.learned_backward, call, data.device, arguments, tile)
     shape = tiling.scale_shape
     gs = (tree_sum_of_blocks(ds, xp).reshape(shape) * factor).to(scale.dtype)

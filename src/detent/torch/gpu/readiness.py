@@ -30,7 +30,7 @@ from detent.spec import QuantSpec
 from detent.ste import Clipped, Estimator
 from detent.torch import traced_namespace as xp
 from detent.torch.arrays import FLOAT_TYPES, PLAIN_TYPES, to_array, to_tensor
-from detent.torch.gpu import launch
+from detent.torch.gpu import kernels, launch
 
 __all__ = ["can_launch", "devices", "differences", "facts", "refusal", "report"]
 
@@ -79,13 +79,10 @@ def _is_recording() -> bool:
 def _check(device: torch.device, dtype: torch.dtype) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
-    try:
-        wrong_results = differences(device, dtype)
-    except Exception as error:  # noqa: BLE001 - drivers, compilers and Triton raise errors of any type
-        lines = str(error).strip().splitlines()
-        reason = f"the self-check failed with {type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+    if kernels.import_error is not None:
+        reason = f"Triton cannot be imported: {_short(kernels.import_error)}"
     else:
-        reason = f"the self-check found wrong results: {', '.join(wrong_results)}" if wrong_results else ""
+        reason = _run_check(device, dtype)
     if not reason:
         return None
     warnings.warn(
@@ -94,6 +91,21 @@ def _check(device: torch.device, dtype: torch.dtype) -> str | None:
         stacklevel=2,
     )
     return reason
+
+
+def _run_check(device: torch.device, dtype: torch.dtype) -> str:
+    """Run the self-check; return what is wrong, or an empty text."""
+    try:
+        wrong_results = differences(device, dtype)
+    except Exception as error:  # noqa: BLE001 - drivers, compilers and Triton raise errors of any type
+        return f"the self-check failed with {_short(error)}"
+    return f"the self-check found wrong results: {', '.join(wrong_results)}" if wrong_results else ""
+
+
+def _short(error: Exception) -> str:
+    """Return the type and the first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def differences(device: torch.device, dtype: torch.dtype) -> list[str]:
