@@ -95,29 +95,10 @@ def test_ray_and_dask_are_not_imported_by_detent(root):
     assert shown.stdout.strip() == "set()"
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """A Ray cluster of three nodes on this machine, whose workers can import this module."""
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        yield from _made(Cluster, ray)
-
-
-def _made(make, ray):
-    made = make(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    for _ in range(2):
-        made.add_node(num_cpus=1)
-    yield made
-    ray.shutdown()
-    made.shutdown()
-
-
 @pytest.mark.slow
-def test_ray_computes_in_order_and_reruns_items_of_dead_workers(cluster, tmp_path):
-    with ray_executor(cluster.address) as executor:
+@pytest.mark.time_limit(180)
+def test_ray_computes_in_order_and_reruns_items_of_dead_workers(ray_cluster, tmp_path):
+    with ray_executor(ray_cluster.address) as executor:
         assert executor.workers == 3
         assert list(run_items(executor, double, range(30), plain)) == list(range(0, 60, 2))
         items = [(str(tmp_path / "died"), i) for i in range(6)]
@@ -127,12 +108,13 @@ def test_ray_computes_in_order_and_reruns_items_of_dead_workers(cluster, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_removed_node_does_not_end_the_job(cluster):
-    node = cluster.add_node(num_cpus=2)
-    with ray_executor(cluster.address) as executor:
+@pytest.mark.time_limit(180)
+def test_a_removed_node_does_not_end_the_job(ray_cluster):
+    node = ray_cluster.add_node(num_cpus=2)
+    with ray_executor(ray_cluster.address) as executor:
         results = run_items(executor, slow_double, range(24), plain)
         assert next(results) == 0
-        cluster.remove_node(node)
+        ray_cluster.remove_node(node)
         assert list(results) == list(range(2, 48, 2))
 
 
@@ -142,14 +124,16 @@ def slow_double(x):
 
 
 @pytest.mark.slow
-def test_nodes_say_what_they_lack(cluster, tmp_path):
-    with ray_executor(cluster.address) as executor:
+@pytest.mark.time_limit(180)
+def test_nodes_say_what_they_lack(ray_cluster, tmp_path):
+    with ray_executor(ray_cluster.address) as executor:
         nodes = cluster_nodes(executor, plain, (str(tmp_path), "/nothing/here"))
     assert len(nodes) == 3
     assert all(problems == ["/nothing/here is missing"] for problems in nodes.values())
 
 
 @pytest.mark.slow
+@pytest.mark.time_limit(180)
 def test_an_address_where_nothing_answers_fails_within_seconds():
     pytest.importorskip("ray")
     code = "from detent.cluster import ray_executor; ray_executor('127.0.0.1:1')"

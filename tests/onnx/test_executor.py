@@ -1,22 +1,16 @@
 """Jobs on an executor give the bits of one process, survive dead workers and a dead driver, and refuse what differs."""
 
-import hashlib
-import os
-import signal
-import subprocess
-import sys
-import time
 from concurrent.futures import Executor, ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
+from executor_job import BATCHES, quantized, small, write_job
 from onnx_graphs import Maker
 
 import detent as dt
 import detent.onnx as qo
 import detent.sensitivity as qs
-from detent.cluster import process_executor, ray_executor
+from detent.cluster import process_executor
 from detent.observers import MSE, passes
 from detent.onnx import calibration_items
 from detent.onnx.samples import choose_samples, choose_surveyed
@@ -25,37 +19,10 @@ from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.workspace import open_workspace, runtime_environment
 from detent.work_items import Environment
 
-BATCHES = 24
-
-
-def small():
-    m = Maker()
-    t = m.add("Relu", [m.conv("x", 3, 8, 3, name="first")])
-    t = m.add("Relu", [m.conv(t, 8, 8, 3, name="second")])
-    return m.model([("x", ["n", 3, 12, 12])], [m.conv(t, 8, 8, 1, name="last")])
-
 
 @pytest.fixture
 def job(tmp_path):
-    """A model, and a directory with batches of one to three samples."""
-    qo.save(small(), tmp_path / "m.onnx")
-    (tmp_path / "data").mkdir()
-    rng = np.random.default_rng(0)
-    for i in range(BATCHES):
-        x = (rng.normal(size=(1 + i % 3, 3, 12, 12)) * (1 + i % 5)).astype(np.float32)
-        np.savez(tmp_path / "data" / f"{i:02d}.npz", x=x)
-    return tmp_path
-
-
-def digest(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def quantized(job, executor=None, **options):
-    output = job / f"out-{time.monotonic_ns()}.onnx"
-    data = options.pop("data", job / "data")
-    qo.quantize(job / "m.onnx", output, data=data, progress=False, executor=executor, **options)
-    return digest(output)
+    return write_job(tmp_path)
 
 
 @pytest.fixture
@@ -128,7 +95,7 @@ def test_the_next_job_of_an_executor_sees_changed_data(job, threads):
     for scale in (1.0, 30.0):
         for i in range(BATCHES):
             x = np.random.default_rng(i).normal(size=(2, 3, 12, 12)) * scale
-            np.savez(job / "data" / f"{i:02d}.npz", x=x.astype(np.float32))
+            np.savez(job / "data" / f"{i:03d}.npz", x=x.astype(np.float32))
         here = qs.measure(job / "m.onnx", job / "data", samples=8)
         assert qs.measure(job / "m.onnx", job / "data", samples=8, executor=threads) == here
         assert quantized(job, threads) == quantized(job)
@@ -225,7 +192,7 @@ def test_a_batch_that_changes_between_two_reads_is_refused(job):
 
         def submit(self, function, /, *args, **kwargs):
             if args[0] is calibration_items._observe:
-                np.savez(job / "data" / "00.npz", x=np.zeros((1, 3, 12, 12), np.float32))
+                np.savez(job / "data" / "000.npz", x=np.zeros((1, 3, 12, 12), np.float32))
             with ThreadPoolExecutor(1) as executor:
                 return executor.submit(function, *args, **kwargs)
 
@@ -266,40 +233,12 @@ def test_a_job_resumes_with_any_number_of_workers(job, tmp_path, monkeypatch, wo
 def test_other_data_do_not_fit_a_resume_file(job, tmp_path, threads):
     path = tmp_path / "state"
     quantized(job, threads, resume_file=path)
-    np.savez(job / "data" / f"{BATCHES - 1:02d}.npz", x=np.ones((1, 3, 12, 12), np.float32))
+    np.savez(job / "data" / f"{BATCHES - 1:03d}.npz", x=np.ones((1, 3, 12, 12), np.float32))
     with pytest.raises(dt.FileFormatError, match="differs from the last batch saved"):
         quantized(job, threads, resume_file=path)
-    (job / "data" / f"{BATCHES - 1:02d}.npz").unlink()
+    (job / "data" / f"{BATCHES - 1:03d}.npz").unlink()
     with pytest.raises(dt.FileFormatError, match=f"got {BATCHES - 1} batches, but .* after {BATCHES} batches"):
         quantized(job, threads, resume_file=path)
-
-
-DRIVER = """
-import sys, detent.onnx as qo
-from detent.cluster import process_executor
-if __name__ == "__main__":
-    job = sys.argv[1]
-    with process_executor(2) as executor:
-        qo.quantize(f"{job}/m.onnx", f"{job}/killed.onnx", data=f"{job}/data", progress=False, executor=executor,
-                    resume_file=f"{job}/state")
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_driver_is_resumed_with_the_same_file(job, monkeypatch):
-    for i in range(BATCHES, 600):
-        np.savez(job / "data" / f"{i:03d}.npz", x=np.full((1, 3, 12, 12), i, np.float32))
-    script = job / "driver.py"
-    script.write_text(DRIVER, encoding="utf-8")
-    driver = subprocess.Popen([sys.executable, script, job], start_new_session=True)
-    end = time.monotonic() + 120
-    while not (job / "state").exists() and time.monotonic() < end and driver.poll() is None:
-        time.sleep(0.01)
-    os.killpg(driver.pid, signal.SIGKILL)
-    driver.wait()
-    assert (job / "state").exists()
-    with ThreadPoolExecutor(3) as executor:
-        assert quantized(job, executor, resume_file=job / "state") == quantized(job)
 
 
 def test_saved_states_of_both_ways_are_equal(job, tmp_path, threads):
@@ -308,80 +247,3 @@ def test_saved_states_of_both_ways_are_equal(job, tmp_path, threads):
     quantized(job, threads, resume_file=there)
     assert here.read_bytes() == there.read_bytes()
     assert passes.ResumeHeader._fields == ("batches", "mark")
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """A Ray cluster of three nodes on this machine."""
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    for _ in range(2):
-        made.add_node(num_cpus=1)
-    yield made
-    ray.shutdown()
-    made.shutdown()
-
-
-@pytest.mark.slow
-def test_ray_gives_the_same_file_while_workers_are_killed(job, cluster):
-    expected = quantized(job)
-    with ray_executor(cluster.address) as executor:
-        assert quantized(job, executor) == expected
-        killer = subprocess.Popen([sys.executable, "-c", KILLER])
-        try:
-            assert quantized(job, executor) == expected
-        finally:
-            killer.wait()
-
-
-KILLER = """
-import os, signal, time
-time.sleep(0.5)
-for name in os.listdir("/proc"):
-    if name.isdigit():
-        try:
-            command = open(f"/proc/{name}/cmdline").read()
-        except OSError:
-            continue
-        if command.startswith("ray::"):
-            os.kill(int(name), signal.SIGKILL)
-            break
-"""
-
-
-@pytest.mark.slow
-def test_ray_gives_the_same_file_while_a_node_leaves(job, cluster):
-    expected, node = quantized(job), cluster.add_node(num_cpus=1)
-    with ray_executor(cluster.address) as executor, ThreadPoolExecutor(1) as beside:
-        leaving = beside.submit(lambda: (time.sleep(0.5), cluster.remove_node(node)))
-        assert quantized(job, executor) == expected
-        leaving.result()
-
-
-@pytest.mark.slow
-def test_dask_gives_the_same_file(job):
-    distributed = pytest.importorskip("distributed")
-    with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
-        distributed.Client(cluster) as client,
-    ):
-        assert quantized(job, client.get_executor()) == quantized(job)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["magika", "silero-vad", "basic-pitch"])
-def test_zoo_models_give_the_same_file(name, tmp_path):
-    from zoo import ZOO
-
-    if not ZOO[name].is_installed:
-        pytest.skip("not installed")
-    (tmp_path / "data").mkdir()
-    for i, feed in enumerate(ZOO[name].feeds(12)):
-        np.savez(tmp_path / "data" / f"{i:02d}.npz", **feed)
-    (tmp_path / "m.onnx").write_bytes(Path(ZOO[name].write(tmp_path)).read_bytes())
-    expected = quantized(tmp_path)
-    for workers in (2, 3):
-        with process_executor(workers) as executor:
-            assert quantized(tmp_path, executor) == expected

@@ -7,8 +7,10 @@ Calibration data in files are read by the workers themselves. Data in memory are
 only if the caller names its directory.
 """
 
+import json
+import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ from detent.onnx_model.data_files import DataFiles
 from detent.onnx_model.files import load, save
 from detent.onnx_model.model_inputs import InputInfo, inputs_of
 from detent.onnx_model.targets import has_vnni
+from detent.storage import write_atomic
 from detent.work_items import Environment, FileStamp, as_executor
 
 __all__ = ["BatchPart", "Workspace", "open_workspace", "ranges", "read_arrays", "read_model", "runtime_environment"]
@@ -95,6 +98,7 @@ class Workspace:
     def __init__(self, executor: Executor, directory: Path, *, is_named: bool) -> None:
         self.executor, self.directory, self._is_named = executor, directory, is_named
         self._count = 0
+        self._written: dict[int, tuple[object, FileStamp]] = {}  # by identity; the objects are kept alive
 
     @property
     def job(self) -> str:
@@ -102,16 +106,35 @@ class Workspace:
         return self.directory.name
 
     def add_model(self, model: ModelProto) -> FileStamp:
-        """Write a model."""
-        path = self._new(".onnx")
-        save(model, path)
-        return FileStamp.of(path)
+        """Write a model, unless this object was written before; a model must not change after it was written."""
+
+        def write() -> FileStamp:
+            path = self._new(".onnx")
+            save(model, path)
+            return FileStamp.of(path, sorted(self.directory.glob(f"{path.name}.*")))  # external data
+
+        return self._once(model, write)
 
     def add_arrays(self, feed: Feed) -> FileStamp:
-        """Write the arrays of a batch or a sample."""
-        path = self._new(".npz")
-        _write_arrays(path, feed)
+        """Write the arrays of a batch or a sample, unless this object was written before."""
+
+        def write() -> FileStamp:
+            path = self._new(".npz")
+            _write_arrays(path, feed)
+            return FileStamp.of(path)
+
+        return self._once(feed, write)
+
+    def add_json(self, value: object) -> FileStamp:
+        """Write plain values."""
+        path = self._new(".json")
+        write_atomic(path, json.dumps(value).encode())
         return FileStamp.of(path)
+
+    def _once(self, value: object, write: Callable[[], FileStamp]) -> FileStamp:
+        if id(value) not in self._written:
+            self._written[id(value)] = value, write()
+        return self._written[id(value)][1]
 
     def in_files(self, batches: Batches) -> Batches:
         """Return batches that workers can read; data in memory are written to the directory, if the caller named it.
@@ -148,6 +171,8 @@ def _write_arrays(path: Path, feed: Feed) -> None:
         )
     with path.open("wb") as file:
         np.savez(file, **feed)  # type: ignore[arg-type]  # the stubs confuse array names with allow_pickle
+        file.flush()
+        os.fsync(file.fileno())  # so that other nodes see the whole file
 
 
 @contextmanager
