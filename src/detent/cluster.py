@@ -20,9 +20,10 @@ import logging
 import multiprocessing
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from detent.checks import as_integer
 from detent.errors import SpecError, UnsupportedError, WorkerError, install_hint
@@ -35,6 +36,7 @@ _log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 CONNECT_SECONDS = 20.0  # a cluster that does not answer within this time is an error
 POLL_SECONDS = 0.05
+TASKS_PER_WORKER = 2  # one runs, the other hides the latency of Ray
 
 
 def process_executor(workers: int, *, retries: int = 3) -> "ProcessExecutor":
@@ -145,17 +147,23 @@ def ray_executor(
             the cluster that this process is connected to, or starts Ray on this machine.
         num_cpus: CPUs that Ray reserves for each item.
         retries: how often Ray runs an item again if its worker or node dies.
-        workers: number of items in flight at a time is four times this number; None for the CPUs of the cluster.
+        workers: number of workers to expect; at most twice as many items are tasks of Ray at a time. None for the CPUs
+            of the cluster.
 
     Raises:
         UnsupportedError: Ray is not installed.
+        SpecError: no node has ``num_cpus`` CPUs, or this process is connected to another cluster.
         WorkerError: no cluster answers at the address.
     """
     as_integer("retries", retries, at_least=0)
     ray = _import_ray()
     _connect(ray, address)
+    cpus = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+    largest = max(cpus, default=0)
+    if num_cpus > largest:
+        raise SpecError(f"got num_cpus={num_cpus}, but no node of the cluster has as many: pass at most {largest:g}")
     if workers is None:
-        workers = max(1, int(ray.cluster_resources().get("CPU", 1) / max(num_cpus, 1e-3)))
+        workers = max(1, int(sum(cpus) / max(num_cpus, 1e-3)))
     return RayExecutor(ray, num_cpus, retries, as_integer("workers", workers, at_least=1))
 
 
@@ -210,15 +218,17 @@ def _connect(ray: Any, address: str | None) -> None:  # noqa: ANN401 - a module 
 class RayExecutor(Executor):
     """An executor whose calls are tasks of a Ray cluster; made by ``ray_executor``.
 
-    Ray runs a task again if its worker or its node dies, so a result counts once.
+    Ray runs a task again if its worker or its node dies, so a result counts once. Only a few calls per worker become
+    tasks at once; the others wait here, where they can be canceled. Tasks are not canceled, because a task that ends
+    at the moment of its cancellation may abort the driver (https://github.com/ray-project/ray/pull/54798).
     """
 
     def __init__(self, ray: Any, num_cpus: float, retries: int, workers: int) -> None:  # noqa: ANN401 - a module
         self.workers = workers
         self._ray = ray
-        options = {"num_cpus": num_cpus, "max_retries": retries}
-        self._task = ray.remote(**options)(_call)
-        self._flying: dict[Future[Any], Any] = {}  # references of tasks
+        self._task = ray.remote(num_cpus=num_cpus, max_retries=retries)(_call)
+        self._waiting: deque[_Waiting] = deque()
+        self._flying: dict[Any, Future[Any]] = {}  # by the references of tasks
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._is_shut = False
@@ -227,73 +237,92 @@ class RayExecutor(Executor):
 
     def submit(self, function: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
         """Schedule a call; see ``concurrent.futures.Executor.submit``."""
-        if self._is_shut:
-            raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[ResultT] = Future()
-        reference = self._task.remote(function, args, kwargs)
         with self._lock:
-            self._flying[future] = reference
+            if self._is_shut:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            self._waiting.append(_Waiting(future, function, args, kwargs))
+            self._start_tasks()
         self._wake.set()
         return future
+
+    def _start_tasks(self) -> None:
+        """Make tasks of the calls that wait, while there are few tasks. The caller has the lock."""
+        while self._waiting and len(self._flying) < TASKS_PER_WORKER * self.workers:
+            call = self._waiting.popleft()
+            if not call.future.set_running_or_notify_cancel():
+                continue
+            try:
+                reference = self._task.remote(call.function, call.args, call.kwargs)
+            except Exception as error:  # noqa: BLE001 - the call cannot be sent
+                call.future.set_exception(error)
+            else:
+                self._flying[reference] = call.future
 
     def _watch(self) -> None:
         """Pass results of tasks on to their futures."""
         while True:
             self._wake.wait()
             with self._lock:
-                flying = dict(self._flying)
-                if not flying:
+                references = list(self._flying)
+                if not references:
                     self._wake.clear()
                     if self._is_shut:
                         return
                     continue
             try:
-                finished = self._poll(flying)
+                ready, _ = self._ray.wait(references, num_returns=1, timeout=POLL_SECONDS, fetch_local=True)
             except Exception as error:  # noqa: BLE001 - nobody else would tell those who wait
-                self._is_shut = True
-                for future in flying:
-                    _settle(future, error=WorkerError(f"the connection to Ray failed: {error}"))
-                finished = list(flying)
-            with self._lock:
-                for future in finished:
-                    self._flying.pop(future, None)
-
-    def _poll(self, flying: dict[Future[Any], Any]) -> list[Future[Any]]:
-        """Settle futures whose tasks are done, and cancel tasks whose futures are canceled; return all of these."""
-        ready, _ = self._ray.wait(list(flying.values()), num_returns=1, timeout=POLL_SECONDS, fetch_local=True)
-        finished = []
-        for future, reference in flying.items():
-            if future.cancelled():
-                self._ray.cancel(reference, force=False)
-            elif reference in ready:
-                self._finish(future, reference)
-            else:
+                self._fail(WorkerError(f"the connection to Ray failed: {error}"))
                 continue
-            finished.append(future)
-        return finished
+            with self._lock:
+                finished = [(self._flying.pop(reference), reference) for reference in ready]
+                self._start_tasks()
+            for future, reference in finished:
+                self._finish(future, reference)
 
     def _finish(self, future: Future[Any], reference: Any) -> None:  # noqa: ANN401 - an object reference of Ray
         try:
             result = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:  # raised by the call
+            future.set_exception(error.cause if isinstance(error.cause, Exception) else error)
         except self._ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]  # the last line has the cause
-            _settle(future, error=WorkerError(f"Ray gave up on an item: {lines[-1].strip()}"))
-        except Exception as error:  # noqa: BLE001 - the error of the call
-            _settle(future, error=error)
+            future.set_exception(WorkerError(f"Ray gave up on an item: {lines[-1].strip()}"))
+        except Exception as error:  # noqa: BLE001 - the result cannot be read
+            future.set_exception(error)
         else:
-            _settle(future, result)
+            future.set_result(result)
+
+    def _fail(self, error: Exception) -> None:
+        """End all calls with an error."""
+        with self._lock:
+            self._is_shut = True
+            waiting, flying = list(self._waiting), list(self._flying.values())
+            self._waiting.clear()
+            self._flying.clear()
+        for future in (*flying, *(call.future for call in waiting if call.future.set_running_or_notify_cancel())):
+            future.set_exception(error)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Stop accepting calls; see ``concurrent.futures.Executor.shutdown``. The connection to the cluster stays."""
-        self._is_shut = True
         with self._lock:
-            futures = list(self._flying)
-        if cancel_futures:
-            for future in futures:
-                future.cancel()
+            self._is_shut = True
+            waiting = list(self._waiting) if cancel_futures else []
+        for call in waiting:
+            call.future.cancel()
         self._wake.set()
         if wait:
             self._thread.join()
+
+
+class _Waiting(NamedTuple):
+    """A call that is not yet a task."""
+
+    future: Future[Any]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def _call(function: Callable[..., ResultT], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ResultT:

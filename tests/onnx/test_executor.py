@@ -1,11 +1,13 @@
 """Jobs on an executor give the bits of one process, survive dead workers and a dead driver, and refuse what differs."""
 
+import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from executor_job import BATCHES, quantized, small, write_job
-from onnx_graphs import Maker
+from onnx_graphs import Maker, images, rows, weights
+from test_subgraph_ranges import branched
 
 import detent as dt
 import detent.onnx as qo
@@ -14,7 +16,9 @@ from detent.cluster import process_executor
 from detent.observers import MSE, passes
 from detent.onnx import calibration_items
 from detent.onnx.samples import choose_samples, choose_surveyed
-from detent.onnx_model.batches import open_batches
+from detent.onnx.subgraph_ranges import observe_ranges
+from detent.onnx_model import workspace as workspace_module
+from detent.onnx_model.batches import Batches, open_batches
 from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.workspace import open_workspace, runtime_environment
 from detent.work_items import Environment
@@ -83,6 +87,111 @@ def test_sensitivity_has_the_same_bits(job, threads, widths):
         budget = here.uniform("int4/axis0").nbytes + 150
         expected = qs.refine(model, data, here, budget, runs=12)
         assert qs.refine(model, data, here, budget, runs=12, executor=threads) == expected
+
+
+def uneven_channels():
+    """A model whose channels equalization changes, between three convolutions."""
+    m = Maker()
+    uneven = weights(16, 8, 1, 1) * np.logspace(-2.5, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
+    t = m.add("Relu", [m.conv("x", 8, 16, 1, weight=uneven, bias=False, name="before")])
+    t = m.add("Relu", [m.conv(t, 16, 16, 1, weight=weights(16, 16, 1, 1) * uneven[:, :1], name="middle")])
+    return m.model([("x", [2, 8, 8, 8])], [m.conv(t, 16, 4, name="after")])
+
+
+def outlying_channels():
+    """A model whose channels SmoothQuant changes, before two matmuls."""
+    m, x = Maker(), "x"
+    for name in ("first", "second"):
+        gain = np.ones(32, np.float32)
+        gain[[3, 17]] = 60
+        norm = m.add("LayerNormalization", [x, m.constant(gain), m.constant(np.zeros(32, np.float32))], axis=-1)
+        x = m.matmul(norm, 32, 32, name=name)
+    return m.model([("x", [1, "n", 32])], [x])
+
+
+@pytest.mark.parametrize("kind", ["equalized", "smoothed"])
+def test_factors_of_channels_have_the_same_bits(tmp_path, threads, kind):
+    is_smooth = kind == "smoothed"
+    qo.save(outlying_channels() if is_smooth else uneven_channels(), tmp_path / "m.onnx")
+    (tmp_path / "data").mkdir()
+    for i, feed in enumerate(rows(width=32, length=64) if is_smooth else images()):
+        np.savez(tmp_path / "data" / f"{i}.npz", **feed)
+    options = {"progress": False, "effort": "fast"}  # "fast" keeps the factors without measuring the outputs
+    here = qo.decide(tmp_path / "m.onnx", tmp_path / "data", **options)
+    assert len(getattr(here, kind)) == 2
+    assert qo.decide(tmp_path / "m.onnx", tmp_path / "data", **options, executor=threads) == here
+
+
+@pytest.mark.parametrize("max_drop", [None, 0.0005])
+def test_a_metric_has_the_same_bits(job, threads, max_drop, tmp_path):
+    options = {"data": job / "data", "metric": "cosine", "max_drop": max_drop, "progress": False, "recipe": "w4a8"}
+    here, there = (
+        qo.quantize(job / "m.onnx", tmp_path / f"{number}.onnx", **options, executor=executor)
+        for number, executor in enumerate((None, threads))
+    )
+    assert there.metric == here.metric
+    assert there.search == here.search
+    assert there.decisions == here.decisions
+    if max_drop is not None:
+        assert here.search.steps
+        assert here.search.trials > 2
+
+
+def test_evaluation_data_in_memory_need_a_named_directory(job, threads):
+    feeds = [dict(np.load(path)) for path in sorted((job / "data").iterdir())]
+    options = {"metric": "cosine", "eval_data": feeds}
+    with pytest.raises(dt.SpecError, match=r"data is in memory, but workers read files.*work_directory="):
+        quantized(job, threads, **options)
+    assert quantized(job, threads, **options, work_directory=job) == quantized(job, **options)
+
+
+def test_ranges_of_layers_in_subgraphs_are_the_same(tmp_path, threads):
+    model = branched()
+    qo.save(model, tmp_path / "m.onnx")
+    (tmp_path / "data").mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(9):
+        x = rng.normal(size=(2, 4)).astype(np.float32)
+        np.savez(tmp_path / "data" / f"{i}.npz", x=x, yes=np.array(i % 3 == 0))
+    batches = open_batches(tmp_path / "data", inputs_of(model))
+    with open_workspace(threads, tmp_path, None) as workspace:
+        there = calibration_items.subgraph_ranges_on_executor(
+            workspace, model, ["if/fc", "if/other"], workspace.in_files(batches)
+        )
+    assert there == observe_ranges(model, ["if/fc", "if/other"], batches)
+    assert len(there) == 2
+
+
+def test_the_model_and_the_samples_are_written_once(job, threads, monkeypatch):
+    models, arrays = [], []
+    save, write = workspace_module.save, workspace_module.write_arrays
+    monkeypatch.setattr(workspace_module, "save", lambda model, path: models.append(path) or save(model, path))
+    monkeypatch.setattr(workspace_module, "write_arrays", lambda path, feed: arrays.append(path) or write(path, feed))
+    quantized(job, threads)  # surveys, calibrates, and measures noise
+    assert len(models) == 1
+    assert 0 < len(arrays) <= 32
+
+
+def test_the_driver_reads_the_samples_of_a_measurement_once(job, threads, monkeypatch):
+    reads = []
+    real = Batches.first_samples
+
+    def first_samples(self, count):
+        reads.append(threading.current_thread())
+        return real(self, count)
+
+    monkeypatch.setattr(Batches, "first_samples", first_samples)
+    qs.measure(job / "m.onnx", job / "data", samples=8, executor=threads)
+    assert reads.count(threading.main_thread()) == 1
+
+
+def test_a_measurement_writes_only_its_samples(job, threads, monkeypatch):
+    feeds = [dict(np.load(path)) for path in sorted((job / "data").iterdir())]
+    arrays, write = [], workspace_module.write_arrays
+    monkeypatch.setattr(workspace_module, "write_arrays", lambda path, feed: arrays.append(path) or write(path, feed))
+    here = qs.measure(job / "m.onnx", feeds, samples=4)
+    assert qs.measure(job / "m.onnx", iter(feeds), samples=4, executor=threads, work_directory=job) == here
+    assert len(arrays) == 3  # batches of 1, 2, and 1 of 3 samples
 
 
 def test_sensitivity_of_decisions(job, threads):

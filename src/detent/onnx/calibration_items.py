@@ -3,7 +3,8 @@
 Two maps over the batches:
 
 - A survey reads each batch and returns hashes, from which the driver chooses the samples of the accuracy passes.
-- Calibration runs the model on each batch once, on one worker, and returns the state of the observers.
+- Calibration runs the model on each batch once, on one worker, and returns the state of the observers. Layers in
+  subgraphs need one more run.
 
 Observers count values, so merging their states in any order gives the bits of one process. The driver merges them in
 the order of the data, and saves the merged state to the resume file. So a run that is interrupted can be resumed with
@@ -13,7 +14,7 @@ moving averages, which do, are not among them.)
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from os import PathLike
@@ -23,25 +24,26 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from detent.errors import SpecError, WorkerError
+from detent.errors import WorkerError
 from detent.observers import Observer
 from detent.observers.passes import ProgressBar, ResumableRun, batch_checksum, check_observed, reporter
 from detent.onnx.quality_warnings import DataSummary
 from detent.onnx.samples import BatchFacts
+from detent.onnx.subgraph_ranges import batch_ranges, merged_ranges
 from detent.onnx.tensor_stream import TensorStream
 from detent.onnx_model.batches import Batches, digest_of
 from detent.onnx_model.sessions import Recorder
-from detent.onnx_model.workspace import BatchPart, Workspace, ranges, read_model, runtime_environment
+from detent.onnx_model.workspace import BatchPart, Workspace, read_model, runtime_environment
 from detent.rule import get_observer_spec
-from detent.work_items import FileStamp, run_items, worker_name, workers_of
+from detent.work_items import FileStamp, run_items, worker_name
 
-__all__ = ["Survey", "observe_on_executor", "survey_data"]
+__all__ = ["Survey", "observe_on_executor", "subgraph_ranges_on_executor", "survey_data"]
 
 _log = logging.getLogger(__name__)
 
 Feed = dict[str, NDArray[Any]]
 Progress = bool | Callable[[int, int | None], object]
-ITEMS_PER_WORKER, MAX_ITEM_BATCHES = 8, 64  # items are small enough to share the work, and to resume in the middle
+MAX_ITEM_BATCHES = 64  # items are small enough to resume in the middle
 SESSIONS_KEPT = 2  # by a worker
 _lock = Lock()
 
@@ -79,22 +81,11 @@ def _survey(item: _SurveyItem) -> tuple[list[BatchFacts], DataSummary]:
 def survey_data(workspace: Workspace, model: FileStamp, batches: Batches) -> Survey:
     """Read all batches on the workers."""
     facts, summary = list[BatchFacts](), DataSummary()
-    items = [_SurveyItem(model, part) for part in _parts(workspace, batches)]
+    items = [_SurveyItem(model, part) for part in workspace.parts(batches, MAX_ITEM_BATCHES)]
     for some, each in run_items(workspace.executor, _survey, items, runtime_environment):
         facts += some
         summary.merge(each)
     return Survey(tuple(facts), summary)
-
-
-def _parts(workspace: Workspace, batches: Batches) -> list[BatchPart]:
-    """Split batches in files into the parts of items."""
-    if batches.files is None:
-        raise SpecError("data must be in files: call Workspace.in_files first")
-    numbers = list(range(batches.count or 0) if batches.numbers is None else batches.numbers)
-    share = -(-len(numbers) // (ITEMS_PER_WORKER * workers_of(workspace.executor)))
-    size = max(1, min(share, MAX_ITEM_BATCHES))
-    spans = ranges(len(numbers), size)
-    return [BatchPart(batches.files, tuple(numbers[each.start : each.stop]), workspace.job) for each in spans]
 
 
 class _ObserveItem(NamedTuple):
@@ -158,7 +149,7 @@ class _Pass:
         """Return the items of ``count`` batches from position ``first`` on."""
         chosen = self.batches.subset(range(first, first + count))
         items = []
-        for part in _parts(self.workspace, chosen):
+        for part in self.workspace.parts(chosen, MAX_ITEM_BATCHES):
             stop = first + len(part.numbers)
             digests = tuple(fact.digest for fact in self.survey.facts[first:stop])
             items.append(_ObserveItem(self.model, part, first, digests, self.observers, self.has_checksum))
@@ -209,3 +200,26 @@ def observe_on_executor(
     if isinstance(report, ProgressBar):
         report.close()
     check_observed(observers)
+
+
+class _SubgraphItem(NamedTuple):
+    """Batches on which the inputs of layers in subgraphs are observed."""
+
+    model: FileStamp
+    part: BatchPart
+    layers: tuple[str, ...]
+
+
+def _observe_subgraphs(item: _SubgraphItem) -> dict[str, tuple[float, float]]:
+    """Observe some batches in a worker."""
+    model = read_model(item.model)
+    return batch_ranges(model, item.layers, item.part.open(model))
+
+
+def subgraph_ranges_on_executor(
+    workspace: Workspace, model: ModelProto, layers: Iterable[str], batches: Batches
+) -> dict[str, tuple[float, float]]:
+    """Do the work of ``subgraph_ranges.observe_ranges`` on the workers."""
+    stamp, names = workspace.add_model(model), tuple(layers)
+    items = [_SubgraphItem(stamp, part, names) for part in workspace.parts(batches, MAX_ITEM_BATCHES)]
+    return merged_ranges(run_items(workspace.executor, _observe_subgraphs, items, runtime_environment))
