@@ -18,6 +18,8 @@ Ray is imported when ``ray_executor`` is called.
 
 import logging
 import multiprocessing
+import re
+import socket
 import threading
 import time
 from collections import deque
@@ -34,8 +36,11 @@ __all__ = ["ProcessExecutor", "RayExecutor", "cluster_nodes", "process_executor"
 _log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-CONNECT_SECONDS = 20.0  # a cluster that does not answer within this time is an error
+CONNECT_SECONDS = 60.0  # in which a cluster whose address accepts connections must answer, also if it is busy
+PROBE_SECONDS = 5.0  # in which an address must accept a connection
 POLL_SECONDS = 0.05
+NO_ANSWER = "the node does not answer"
+_WORKER = re.compile(r"pid=(?P<process>\d+), ip=(?P<host>[^,)]+)")  # in the errors of Ray
 TASKS_PER_WORKER = 2  # one runs, the other hides the latency of Ray
 
 
@@ -196,14 +201,12 @@ def _connect(ray: Any, address: str | None) -> None:  # noqa: ANN401 - a module 
     if address is None:
         call()
     else:
+        _check_answers(address)
         thread = threading.Thread(target=call, daemon=True)  # ray.init retries for a minute and cannot be interrupted
         thread.start()
         thread.join(CONNECT_SECONDS)
         if not result:
-            raise WorkerError(
-                f"no Ray cluster answers at {address} within {CONNECT_SECONDS:.0f} s: check the address (ray status), "
-                "or start one with: ray start --head"
-            )
+            raise _no_answer(address, f"within {CONNECT_SECONDS:.0f} s")
     error = result[0]
     if isinstance(error, Exception):
         first = str(error).strip().splitlines() or [type(error).__name__]
@@ -213,6 +216,25 @@ def _connect(ray: Any, address: str | None) -> None:  # noqa: ANN401 - a module 
         ) from error
     if error is not None:
         raise error
+
+
+def _check_answers(address: str) -> None:
+    """Reject an address HOST:PORT at which no program listens; ray.init would try it for a minute."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit() or "/" in host:
+        return  # such as "auto"
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS):
+            return
+    except (OSError, OverflowError) as error:
+        raise _no_answer(address, f"({getattr(error, 'strerror', None) or error})") from error
+
+
+def _no_answer(address: str, reason: str) -> WorkerError:
+    return WorkerError(
+        f"no Ray cluster answers at {address} {reason}: check the address (ray status), or start one with: "
+        "ray start --head"
+    )
 
 
 class RayExecutor(Executor):
@@ -229,9 +251,10 @@ class RayExecutor(Executor):
         self._task = ray.remote(num_cpus=num_cpus, max_retries=retries)(_call)
         self._waiting: deque[_Waiting] = deque()
         self._flying: dict[Any, Future[Any]] = {}  # by the references of tasks
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a callback of a future may submit the next call
         self._wake = threading.Event()
         self._is_shut = False
+        self._checked = set[Callable[[], Environment]]()
         self._thread = threading.Thread(target=self._watch, name="detent-ray", daemon=True)
         self._thread.start()
 
@@ -284,8 +307,8 @@ class RayExecutor(Executor):
     def _finish(self, future: Future[Any], reference: Any) -> None:  # noqa: ANN401 - an object reference of Ray
         try:
             result = self._ray.get(reference)
-        except self._ray.exceptions.RayTaskError as error:  # raised by the call
-            future.set_exception(error.cause if isinstance(error.cause, Exception) else error)
+        except self._ray.exceptions.RayTaskError as error:  # raised by the call, or before it
+            future.set_exception(self._call_error(error))
         except self._ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]  # the last line has the cause
             future.set_exception(WorkerError(f"Ray gave up on an item: {lines[-1].strip()}"))
@@ -293,6 +316,31 @@ class RayExecutor(Executor):
             future.set_exception(error)
         else:
             future.set_result(result)
+
+    def _call_error(self, error: Any) -> Exception:  # noqa: ANN401 - an error of Ray
+        """Return the error of a call; if Ray could not make the call, return an error that names the worker."""
+        cause = error.cause
+        if not isinstance(cause, self._ray.exceptions.RayError | ImportError):
+            return cause if isinstance(cause, Exception) else WorkerError(str(error))
+        match = _WORKER.search(str(error))
+        worker = f"worker {match['host']}:{match['process']}" if match else "a worker"
+        lines = str(cause).strip().splitlines() or [type(cause).__name__]
+        return WorkerError(f"{worker} cannot run items: {lines[-1].strip()}; install detent and its extras there")
+
+    def check_workers(self, environment: Callable[[], Environment]) -> None:
+        """Ask every node for its environment, once; ``run_items`` calls this before the first item.
+
+        Raises:
+            WorkerError: a node differs from the driver, or cannot import what it needs.
+        """
+        if environment in self._checked:
+            return
+        for node, problems in cluster_nodes(self, environment).items():
+            if problems == [NO_ANSWER]:
+                _log.warning("node %s did not answer within %.0f s", node, CONNECT_SECONDS)
+            elif problems:
+                raise WorkerError(f"node {node}: {'; '.join(problems)}; give all nodes the same software and CPU")
+        self._checked.add(environment)
 
     def _fail(self, error: Exception) -> None:
         """End all calls with an error."""
@@ -355,7 +403,7 @@ def cluster_nodes(
         try:
             there, missing = ray.get(reference, timeout=max(0.0, end - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
-            problems[name] = ["the node does not answer"]
+            problems[name] = [NO_ANSWER]
         except Exception as error:  # noqa: BLE001 - anything that a node without detent raises
             problems[name] = [(str(error).strip().splitlines() or [type(error).__name__])[-1]]
         else:

@@ -251,6 +251,9 @@ def run_items(
     """
     driver, rest, flying = environment(), enumerate(items), deque[Future[Any]]()
     run = uuid.uuid4().hex
+    check = getattr(executor, "check_workers", None)  # of our own executors, which can ask all nodes at once
+    if check is not None:
+        check(environment)
     size = window if window is not None else ITEMS_PER_WORKER * workers_of(executor)
 
     def submit(count: int) -> None:

@@ -13,6 +13,7 @@ import typer
 from detent.cluster import process_executor, ray_executor
 from detent.errors import SpecError
 from detent.tables import counted
+from detent.work_items import Environment
 
 __all__ = ["Ray", "WatchedExecutor", "WorkDirectory", "Workers", "open_executor"]
 
@@ -52,6 +53,12 @@ class WatchedExecutor(Executor):
         future = self._executor.submit(function, *args, **kwargs)
         future.add_done_callback(self._count)
         return future
+
+    def check_workers(self, environment: Callable[[], Environment]) -> None:
+        """Ask all nodes for their environment, if the executor can; see ``RayExecutor.check_workers``."""
+        check = getattr(self._executor, "check_workers", None)
+        if check is not None:
+            check(environment)
 
     def _count(self, future: Future[Any]) -> None:
         if future.cancelled() or future.exception() is not None:
