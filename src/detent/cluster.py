@@ -148,8 +148,9 @@ def ray_executor(
     """Return an executor whose items are tasks of a Ray cluster.
 
     Args:
-        address: address of the cluster, such as "10.0.0.1:6379", or "auto" for the cluster of this machine. None uses
-            the cluster that this process is connected to, or starts Ray on this machine.
+        address: address of the cluster, such as "10.0.0.1:6379", "auto" for the cluster of this machine, or "local" to
+            start Ray in this process. None uses the cluster that this process is connected to; if there is none, Ray
+            looks for one, and starts one if it finds none, as ``ray.init()`` does.
         num_cpus: CPUs that Ray reserves for each item.
         retries: how often Ray runs an item again if its worker or node dies.
         workers: number of workers to expect; at most twice as many items are tasks of Ray at a time. None for the CPUs
@@ -198,7 +199,7 @@ def _connect(ray: Any, address: str | None) -> None:  # noqa: ANN401 - a module 
         except BaseException as error:  # noqa: BLE001 - passed on to the calling thread
             result.append(error)
 
-    if address is None:
+    if address is None or address == "local":
         call()
     else:
         _check_answers(address)

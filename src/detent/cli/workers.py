@@ -19,7 +19,6 @@ __all__ = ["Ray", "WatchedExecutor", "WorkDirectory", "Workers", "open_executor"
 
 ResultT = TypeVar("ResultT")
 SECONDS_ALIVE = 30.0  # a worker counts as alive if it has finished an item in this time
-LOCAL = "local"
 
 Workers = Annotated[
     int | None,
@@ -99,7 +98,7 @@ def open_executor(
             raise SpecError("got --work-directory without workers: pass --workers or --ray, or drop it")
         yield None, {}
         return
-    executor: Executor = ray_executor(None if ray == LOCAL else ray) if workers is None else process_executor(workers)
+    executor: Executor = ray_executor(ray) if workers is None else process_executor(workers)
     watched = WatchedExecutor(executor)
     is_done = False
     try:
