@@ -82,10 +82,10 @@ def _model(result: Mapping[str, Any]) -> str:
         f"{CHECKPOINT_TENSORS:,} tensors, one item per tensor, on {NODES} nodes with {NODE_WORKERS} workers each. "
         f"Assumed: one worker quantizes {PARAMETERS_PER_SECOND / 1e6:.0f} million parameters per second; workers read "
         f"the tensors (2 bytes per parameter) and write them (0.5 bytes) themselves; {ITEM_BYTES:,} bytes and "
-        f"{1e3 * ITEM_OVERHEAD:.0f} ms of the driver per item. Then the work takes {seconds:.0f} s, the driver is busy "
-        f"for {overhead:.0f} s of them and moves {bytes_text(moved)}, and the last tensor adds at most {largest:.1f} "
-        f"s. Reading and writing need {speed:.0f} GB/s from the shared file system, which will be the limit: at "
-        f"{FILE_SYSTEM / 1e9:.0f} GB/s the job takes {stored:.0f} minutes."
+        f"{1e3 * ITEM_OVERHEAD:.0f} ms of the driver per item. Then the workers need {seconds:.0f} s, the driver needs "
+        f"{overhead:.0f} s (less if several tensors share an item) and moves {bytes_text(moved)}, and the last tensor "
+        f"adds at most {largest:.1f} s. Reading and writing in that time need {speed:.0f} GB/s from the shared file "
+        f"system, which will be the limit: at {FILE_SYSTEM / 1e9:.0f} GB/s the job takes {stored:.0f} minutes."
     )
 
 
