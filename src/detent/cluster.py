@@ -149,8 +149,8 @@ def ray_executor(
 
     Args:
         address: address of the cluster, such as "10.0.0.1:6379", "auto" for the cluster of this machine, or "local" to
-            start Ray in this process. None uses the cluster that this process is connected to; if there is none, Ray
-            looks for one, and starts one if it finds none, as ``ray.init()`` does.
+            start Ray in this process. None uses the cluster that this process is connected to, or does what
+            ``ray.init()`` does: look for a cluster, and start Ray if there is no cluster.
         num_cpus: CPUs that Ray reserves for each item.
         retries: how often Ray runs an item again if its worker or node dies.
         workers: number of workers to expect; at most twice as many items are tasks of Ray at a time. None for the CPUs

@@ -1,4 +1,4 @@
-"""Jobs on processes, Ray and Dask give the file of one process, also if workers, nodes or the driver die."""
+"""Jobs on processes, Ray, Dask and MPI give the file of one process, also if workers, nodes or the driver die."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from executor_job import quantized, write_job
+from executor_job import digest, quantized, write_job
 from faults import AfterResults, DyingWorker
 
 from detent import storage
@@ -80,6 +80,32 @@ def test_a_removed_node_does_not_change_the_file(job, ray_cluster):
 def test_dask_gives_the_same_file(job):
     with dask_executor(2) as executor:
         assert quantized(job, executor) == quantized(job)
+
+
+MPI_DRIVER = """
+import sys
+import detent.onnx as qo
+from mpi4py.futures import MPIPoolExecutor
+
+if __name__ == "__main__":
+    job = sys.argv[1]
+    with MPIPoolExecutor() as executor:
+        qo.quantize(f"{job}/m.onnx", f"{job}/mpi.onnx", data=f"{job}/data", progress=False, executor=executor)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(240)
+def test_mpi_gives_the_same_file(job):
+    pytest.importorskip("mpi4py")
+    if shutil.which("mpiexec") is None:
+        pytest.skip("MPI is not installed")
+    script = job / "mpi_driver.py"
+    script.write_text(MPI_DRIVER, encoding="utf-8")
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # as in a container
+    command = ["mpiexec", "-n", "3", "--oversubscribe", sys.executable, "-m", "mpi4py.futures", script, job]
+    subprocess.run(command, check=True, env={**os.environ, **as_root})
+    assert digest(job / "mpi.onnx") == quantized(job)
 
 
 DRIVER = """
