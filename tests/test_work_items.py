@@ -4,11 +4,14 @@ import os
 import pickle
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 
 import detent as dt
+from detent import work_items
 from detent.work_items import Environment, FileStamp, as_executor, run_items, worker_name, workers_of
 
 PLAIN = Environment((("detent", "1"),))
@@ -145,7 +148,10 @@ def test_something_else_is_no_executor(value):
 
 
 def test_the_number_of_workers():
-    assert [workers_of(each) for each in (Recording(), ThreadPoolExecutor(3), object())] == [2, 3, 8]
+    dask = SimpleNamespace(_client=SimpleNamespace(nthreads=lambda: {"tcp://a": 4, "tcp://b": 2}))
+    starting = SimpleNamespace(_client=SimpleNamespace(nthreads=dict))
+    executors = Recording(), ThreadPoolExecutor(3), object(), dask, starting
+    assert [workers_of(each) for each in executors] == [2, 3, 8, 6, 8]
 
 
 def test_a_stamp_accepts_the_same_file_only(tmp_path):
@@ -161,6 +167,72 @@ def test_a_stamp_accepts_the_same_file_only(tmp_path):
     path.unlink()
     with pytest.raises(dt.WorkerError, match=r"cannot read .*a\.bin \(No such file or directory\).*work_directory="):
         stamp.check()
+
+
+def test_a_stamp_covers_the_parts_of_a_file(tmp_path):
+    model, data = tmp_path / "a.onnx", tmp_path / "a.onnx.data"
+    model.write_bytes(b"model")
+    data.write_bytes(b"weights")
+    stamp = FileStamp.of(model, [data])
+    assert stamp.check() == model
+    assert FileStamp.from_dict(asdict(stamp)) == stamp
+    data.write_bytes(b"changed")
+    with pytest.raises(dt.WorkerError, match=r"sees another file at .*a\.onnx\.data"):
+        stamp.check()
+
+
+@pytest.mark.parametrize("content", [None, b"on"])
+def test_a_file_that_appears_late_is_awaited(tmp_path, content, monkeypatch):
+    """As on a network file system, where other nodes see a new file with a delay, or a part of it."""
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"one")
+    stamp = FileStamp.of(path)
+    path.unlink() if content is None else path.write_bytes(content)
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            path.write_bytes(b"one")
+
+    monkeypatch.setattr(work_items.time, "sleep", sleep)
+    assert stamp.check() == path
+    assert waits == [0.05, 0.1, 0.2]
+
+
+def test_a_missing_file_is_not_awaited_for_long(tmp_path, monkeypatch):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"one")
+    stamp = FileStamp.of(path)
+    path.unlink()
+    monkeypatch.setattr(work_items, "SECONDS_TO_APPEAR", 0.1)
+    with pytest.raises(dt.WorkerError, match="cannot read"):
+        stamp.check()
+
+
+def test_equal_items_are_different_calls():
+    """Dask takes calls with equal arguments for one call, and cancels them together."""
+    calls = []
+
+    class Noting(Recording):
+        def submit(self, function, /, *args, **kwargs):
+            calls.append(args)
+            return super().submit(function, *args, **kwargs)
+
+    for _ in range(2):
+        assert list(run_items(Noting(), double, [1, 1], plain)) == [2, 2]
+    assert len(set(calls)) == 4
+
+
+def test_an_executor_may_check_its_workers_before_the_first_item():
+    class Checking(Recording):
+        def check_workers(self, environment):
+            raise dt.WorkerError(f"node 7 has {environment().facts}")
+
+    executor = Checking()
+    with pytest.raises(dt.WorkerError, match="node 7 has"):
+        list(run_items(executor, double, [1], plain))
+    assert not executor.submitted
 
 
 def test_stamps_and_environments_are_small(tmp_path):

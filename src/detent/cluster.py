@@ -18,11 +18,14 @@ Ray is imported when ``ray_executor`` is called.
 
 import logging
 import multiprocessing
+import re
+import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from detent.checks import as_integer
 from detent.errors import SpecError, UnsupportedError, WorkerError, install_hint
@@ -33,8 +36,12 @@ __all__ = ["ProcessExecutor", "RayExecutor", "cluster_nodes", "process_executor"
 _log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-CONNECT_SECONDS = 20.0  # a cluster that does not answer within this time is an error
+CONNECT_SECONDS = 60.0  # in which a cluster whose address accepts connections must answer, also if it is busy
+PROBE_SECONDS = 5.0  # in which an address must accept a connection
 POLL_SECONDS = 0.05
+NO_ANSWER = "the node does not answer"
+_WORKER = re.compile(r"pid=(?P<process>\d+), ip=(?P<host>[^,)]+)")  # in the errors of Ray
+TASKS_PER_WORKER = 2  # one runs, the other hides the latency of Ray
 
 
 def process_executor(workers: int, *, retries: int = 3) -> "ProcessExecutor":
@@ -141,21 +148,28 @@ def ray_executor(
     """Return an executor whose items are tasks of a Ray cluster.
 
     Args:
-        address: address of the cluster, such as "10.0.0.1:6379", or "auto" for the cluster of this machine. None uses
-            the cluster that this process is connected to, or starts Ray on this machine.
+        address: address of the cluster, such as "10.0.0.1:6379", "auto" for the cluster of this machine, or "local" to
+            start Ray in this process. None uses the cluster that this process is connected to, or does what
+            ``ray.init()`` does: look for a cluster, and start Ray if there is no cluster.
         num_cpus: CPUs that Ray reserves for each item.
         retries: how often Ray runs an item again if its worker or node dies.
-        workers: number of items in flight at a time is four times this number; None for the CPUs of the cluster.
+        workers: number of workers to expect; at most twice as many items are tasks of Ray at a time. None for the CPUs
+            of the cluster.
 
     Raises:
         UnsupportedError: Ray is not installed.
+        SpecError: no node has ``num_cpus`` CPUs, or this process is connected to another cluster.
         WorkerError: no cluster answers at the address.
     """
     as_integer("retries", retries, at_least=0)
     ray = _import_ray()
     _connect(ray, address)
+    cpus = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+    largest = max(cpus, default=0)
+    if num_cpus > largest:
+        raise SpecError(f"got num_cpus={num_cpus}, but no node of the cluster has as many: pass at most {largest:g}")
     if workers is None:
-        workers = max(1, int(ray.cluster_resources().get("CPU", 1) / max(num_cpus, 1e-3)))
+        workers = max(1, int(sum(cpus) / max(num_cpus, 1e-3)))
     return RayExecutor(ray, num_cpus, retries, as_integer("workers", workers, at_least=1))
 
 
@@ -185,17 +199,15 @@ def _connect(ray: Any, address: str | None) -> None:  # noqa: ANN401 - a module 
         except BaseException as error:  # noqa: BLE001 - passed on to the calling thread
             result.append(error)
 
-    if address is None:
+    if address is None or address == "local":
         call()
     else:
+        _check_answers(address)
         thread = threading.Thread(target=call, daemon=True)  # ray.init retries for a minute and cannot be interrupted
         thread.start()
         thread.join(CONNECT_SECONDS)
         if not result:
-            raise WorkerError(
-                f"no Ray cluster answers at {address} within {CONNECT_SECONDS:.0f} s: check the address (ray status), "
-                "or start one with: ray start --head"
-            )
+            raise _no_answer(address, f"within {CONNECT_SECONDS:.0f} s")
     error = result[0]
     if isinstance(error, Exception):
         first = str(error).strip().splitlines() or [type(error).__name__]
@@ -207,93 +219,159 @@ def _connect(ray: Any, address: str | None) -> None:  # noqa: ANN401 - a module 
         raise error
 
 
+def _check_answers(address: str) -> None:
+    """Reject an address HOST:PORT at which no program listens; ray.init would try it for a minute."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit() or "/" in host:
+        return  # such as "auto"
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS):
+            return
+    except (OSError, OverflowError) as error:
+        raise _no_answer(address, f"({getattr(error, 'strerror', None) or error})") from error
+
+
+def _no_answer(address: str, reason: str) -> WorkerError:
+    return WorkerError(
+        f"no Ray cluster answers at {address} {reason}: check the address (ray status), or start one with: "
+        "ray start --head"
+    )
+
+
 class RayExecutor(Executor):
     """An executor whose calls are tasks of a Ray cluster; made by ``ray_executor``.
 
-    Ray runs a task again if its worker or its node dies, so a result counts once.
+    Ray runs a task again if its worker or its node dies, so a result counts once. Only a few calls per worker become
+    tasks at once; the others wait here, where they can be canceled. Tasks are not canceled, because a task that ends
+    at the moment of its cancellation may abort the driver (https://github.com/ray-project/ray/pull/54798).
     """
 
     def __init__(self, ray: Any, num_cpus: float, retries: int, workers: int) -> None:  # noqa: ANN401 - a module
         self.workers = workers
         self._ray = ray
-        options = {"num_cpus": num_cpus, "max_retries": retries}
-        self._task = ray.remote(**options)(_call)
-        self._flying: dict[Future[Any], Any] = {}  # references of tasks
-        self._lock = threading.Lock()
+        self._task = ray.remote(num_cpus=num_cpus, max_retries=retries)(_call)
+        self._waiting: deque[_Waiting] = deque()
+        self._flying: dict[Any, Future[Any]] = {}  # by the references of tasks
+        self._lock = threading.RLock()  # a callback of a future may submit the next call
         self._wake = threading.Event()
         self._is_shut = False
+        self._checked = set[Callable[[], Environment]]()
         self._thread = threading.Thread(target=self._watch, name="detent-ray", daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
         """Schedule a call; see ``concurrent.futures.Executor.submit``."""
-        if self._is_shut:
-            raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[ResultT] = Future()
-        reference = self._task.remote(function, args, kwargs)
         with self._lock:
-            self._flying[future] = reference
+            if self._is_shut:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            self._waiting.append(_Waiting(future, function, args, kwargs))
+            self._start_tasks()
         self._wake.set()
         return future
+
+    def _start_tasks(self) -> None:
+        """Make tasks of the calls that wait, while there are few tasks. The caller has the lock."""
+        while self._waiting and len(self._flying) < TASKS_PER_WORKER * self.workers:
+            call = self._waiting.popleft()
+            if not call.future.set_running_or_notify_cancel():
+                continue
+            try:
+                reference = self._task.remote(call.function, call.args, call.kwargs)
+            except Exception as error:  # noqa: BLE001 - the call cannot be sent
+                call.future.set_exception(error)
+            else:
+                self._flying[reference] = call.future
 
     def _watch(self) -> None:
         """Pass results of tasks on to their futures."""
         while True:
             self._wake.wait()
             with self._lock:
-                flying = dict(self._flying)
-                if not flying:
+                references = list(self._flying)
+                if not references:
                     self._wake.clear()
                     if self._is_shut:
                         return
                     continue
             try:
-                finished = self._poll(flying)
+                ready, _ = self._ray.wait(references, num_returns=1, timeout=POLL_SECONDS, fetch_local=True)
             except Exception as error:  # noqa: BLE001 - nobody else would tell those who wait
-                self._is_shut = True
-                for future in flying:
-                    _settle(future, error=WorkerError(f"the connection to Ray failed: {error}"))
-                finished = list(flying)
-            with self._lock:
-                for future in finished:
-                    self._flying.pop(future, None)
-
-    def _poll(self, flying: dict[Future[Any], Any]) -> list[Future[Any]]:
-        """Settle futures whose tasks are done, and cancel tasks whose futures are canceled; return all of these."""
-        ready, _ = self._ray.wait(list(flying.values()), num_returns=1, timeout=POLL_SECONDS, fetch_local=True)
-        finished = []
-        for future, reference in flying.items():
-            if future.cancelled():
-                self._ray.cancel(reference, force=False)
-            elif reference in ready:
-                self._finish(future, reference)
-            else:
+                self._fail(WorkerError(f"the connection to Ray failed: {error}"))
                 continue
-            finished.append(future)
-        return finished
+            with self._lock:
+                finished = [(self._flying.pop(reference), reference) for reference in ready]
+                self._start_tasks()
+            for future, reference in finished:
+                self._finish(future, reference)
 
     def _finish(self, future: Future[Any], reference: Any) -> None:  # noqa: ANN401 - an object reference of Ray
         try:
             result = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:  # raised by the call, or before it
+            future.set_exception(self._call_error(error))
         except self._ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]  # the last line has the cause
-            _settle(future, error=WorkerError(f"Ray gave up on an item: {lines[-1].strip()}"))
-        except Exception as error:  # noqa: BLE001 - the error of the call
-            _settle(future, error=error)
+            future.set_exception(WorkerError(f"Ray gave up on an item: {lines[-1].strip()}"))
+        except Exception as error:  # noqa: BLE001 - the result cannot be read
+            future.set_exception(error)
         else:
-            _settle(future, result)
+            future.set_result(result)
+
+    def _call_error(self, error: Any) -> Exception:  # noqa: ANN401 - an error of Ray
+        """Return the error of a call; if Ray could not make the call, return an error that names the worker."""
+        cause = error.cause
+        if not isinstance(cause, self._ray.exceptions.RayError | ImportError):
+            return cause if isinstance(cause, Exception) else WorkerError(str(error))
+        match = _WORKER.search(str(error))
+        worker = f"worker {match['host']}:{match['process']}" if match else "a worker"
+        lines = str(cause).strip().splitlines() or [type(cause).__name__]
+        return WorkerError(f"{worker} cannot run items: {lines[-1].strip()}; install detent and its extras there")
+
+    def check_workers(self, environment: Callable[[], Environment]) -> None:
+        """Ask every node for its environment, once; ``run_items`` calls this before the first item.
+
+        Raises:
+            WorkerError: a node differs from the driver, or cannot import what it needs.
+        """
+        if environment in self._checked:
+            return
+        for node, problems in cluster_nodes(self, environment).items():
+            if problems == [NO_ANSWER]:
+                _log.warning("node %s did not answer within %.0f s", node, CONNECT_SECONDS)
+            elif problems:
+                raise WorkerError(f"node {node}: {'; '.join(problems)}; give all nodes the same software and CPU")
+        self._checked.add(environment)
+
+    def _fail(self, error: Exception) -> None:
+        """End all calls with an error."""
+        with self._lock:
+            self._is_shut = True
+            waiting, flying = list(self._waiting), list(self._flying.values())
+            self._waiting.clear()
+            self._flying.clear()
+        for future in (*flying, *(call.future for call in waiting if call.future.set_running_or_notify_cancel())):
+            future.set_exception(error)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Stop accepting calls; see ``concurrent.futures.Executor.shutdown``. The connection to the cluster stays."""
-        self._is_shut = True
         with self._lock:
-            futures = list(self._flying)
-        if cancel_futures:
-            for future in futures:
-                future.cancel()
+            self._is_shut = True
+            waiting = list(self._waiting) if cancel_futures else []
+        for call in waiting:
+            call.future.cancel()
         self._wake.set()
         if wait:
             self._thread.join()
+
+
+class _Waiting(NamedTuple):
+    """A call that is not yet a task."""
+
+    future: Future[Any]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def _call(function: Callable[..., ResultT], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ResultT:
@@ -326,7 +404,7 @@ def cluster_nodes(
         try:
             there, missing = ray.get(reference, timeout=max(0.0, end - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
-            problems[name] = ["the node does not answer"]
+            problems[name] = [NO_ANSWER]
         except Exception as error:  # noqa: BLE001 - anything that a node without detent raises
             problems[name] = [(str(error).strip().splitlines() or [type(error).__name__])[-1]]
         else:

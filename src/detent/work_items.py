@@ -17,9 +17,12 @@ import hashlib
 import logging
 import os
 import socket
+import time
+import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -38,6 +41,7 @@ ResultT = TypeVar("ResultT")
 ITEMS_PER_WORKER = 4  # items in flight per worker: one runs, the others hide the latency of the executor
 DEFAULT_WORKERS = 8  # if an executor does not say how many workers it has
 CHUNK_BYTES = 1 << 20
+SECONDS_TO_APPEAR = 5.0  # in which a worker must see a file that the driver has written
 WorkDone = Callable[[int, str], object]  # f(items done, name of the worker that ran the last one)
 
 
@@ -68,6 +72,8 @@ class Environment:
 class FileStamp:
     """A file that workers read: its path, its size in bytes and its SHA-256.
 
+    ``parts`` are files that belong to it, such as the external data of a model.
+
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "a.npz")
     >>> _ = path.write_bytes(b"12")
@@ -79,19 +85,44 @@ class FileStamp:
     path: str
     nbytes: int
     sha256: str
+    parts: tuple["FileStamp", ...] = ()
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> "FileStamp":
-        """Read a file and return its stamp."""
+    def of(cls, path: str | os.PathLike[str], parts: Iterable[str | os.PathLike[str]] = ()) -> "FileStamp":
+        """Read a file and its parts, and return the stamp."""
         absolute = Path(path).absolute()
-        return cls(os.fspath(absolute), absolute.stat().st_size, _sha256(absolute))
+        stamps = tuple(cls.of(part) for part in parts)
+        return cls(os.fspath(absolute), absolute.stat().st_size, _sha256(absolute), stamps)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "FileStamp":
+        """Return the stamp that ``dataclasses.asdict`` converted to plain values."""
+        return cls(**{**values, "parts": tuple(cls.from_dict(part) for part in values["parts"])})
 
     def check(self) -> Path:
-        """Return the path if this process sees the same file; a file that was checked is not read again.
+        """Return the path if this process sees the same file and parts; a file that was checked is not read again.
+
+        A file that is missing or incomplete is awaited for some seconds: on network file systems, a new file appears
+        on other nodes with a delay.
 
         Raises:
             WorkerError: there is no such file, or it has another digest.
         """
+        for part in self.parts:
+            part.check()
+        self._wait()
+        return self._checked()
+
+    def _wait(self) -> None:
+        """Wait until the file has its size, but not for long."""
+        path, wait, end = Path(self.path), 0.05, time.monotonic() + SECONDS_TO_APPEAR
+        while not _has_size(path, self.nbytes) and time.monotonic() < end:
+            time.sleep(wait)
+            wait = min(2 * wait, 1.0)
+            with suppress(OSError):
+                list(path.parent.iterdir())  # makes network file systems ask the server again
+
+    def _checked(self) -> Path:
         path = Path(self.path)
         try:
             status = path.stat()
@@ -111,6 +142,15 @@ class FileStamp:
                 f"{self.sha256[:12]}... on the driver; give all nodes the same file"
             )
         return path
+
+
+def _has_size(path: Path, nbytes: int) -> bool:
+    try:
+        return path.stat().st_size == nbytes
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # waiting does not help, and reading the file says what is wrong
 
 
 def _sha256(path: Path) -> str:
@@ -145,8 +185,12 @@ def _run_item(
     environment: Environment,
     here: Callable[[], Environment],
     item: ItemT,
+    ticket: tuple[str, int],  # noqa: ARG001 - makes every call different
 ) -> _Outcome[ResultT]:
-    """Run one item in a worker. Errors are returned, because executors cannot transport every exception."""
+    """Run one item in a worker. Errors are returned, because executors cannot transport every exception.
+
+    ``ticket`` is unique, because Dask takes two calls with equal arguments for one, and cancels both together.
+    """
     name = worker_name()
     try:
         differences = environment.differences(here())
@@ -205,13 +249,17 @@ def run_items(
     ...     list(run_items(pool, len, ["a", "bb", ""], lambda: Environment(())))
     [1, 2, 0]
     """
-    driver, rest, flying = environment(), iter(items), deque[Future[Any]]()
+    driver, rest, flying = environment(), enumerate(items), deque[Future[Any]]()
+    run = uuid.uuid4().hex
+    check = getattr(executor, "check_workers", None)  # of our own executors, which can ask all nodes at once
+    if check is not None:
+        check(environment)
     size = window if window is not None else ITEMS_PER_WORKER * workers_of(executor)
 
     def submit(count: int) -> None:
-        for item in islice(rest, count):
+        for number, item in islice(rest, count):
             with _executor_errors(executor):
-                flying.append(executor.submit(_run_item, function, driver, environment, item))
+                flying.append(executor.submit(_run_item, function, driver, environment, item, (run, number)))
 
     done = 0
     try:
@@ -264,6 +312,8 @@ def _first_line(error: BaseException) -> str:
 def workers_of(executor: Executor) -> int:
     """Return the number of workers of an executor, or a guess if the executor does not say it.
 
+    The executor of a Dask client has no such number, but its client counts the threads of the cluster.
+
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> workers_of(ThreadPoolExecutor(3))
     3
@@ -272,4 +322,5 @@ def workers_of(executor: Executor) -> int:
         count = getattr(executor, name, None)
         if isinstance(count, int) and count > 0:
             return count
-    return DEFAULT_WORKERS
+    threads = getattr(getattr(executor, "_client", None), "nthreads", None)
+    return (sum(threads().values()) if callable(threads) else 0) or DEFAULT_WORKERS

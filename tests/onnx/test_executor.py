@@ -1,61 +1,32 @@
 """Jobs on an executor give the bits of one process, survive dead workers and a dead driver, and refuse what differs."""
 
-import hashlib
-import os
-import signal
-import subprocess
-import sys
-import time
+import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx_graphs import Maker
+from executor_job import BATCHES, quantized, small, write_job
+from onnx_graphs import Maker, images, rows, weights
+from test_subgraph_ranges import branched
 
 import detent as dt
 import detent.onnx as qo
 import detent.sensitivity as qs
-from detent.cluster import process_executor, ray_executor
+from detent.cluster import process_executor
 from detent.observers import MSE, passes
 from detent.onnx import calibration_items
 from detent.onnx.samples import choose_samples, choose_surveyed
-from detent.onnx_model.batches import open_batches
+from detent.onnx.subgraph_ranges import observe_ranges
+from detent.onnx_model import workspace as workspace_module
+from detent.onnx_model.batches import Batches, open_batches
 from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.workspace import open_workspace, runtime_environment
 from detent.work_items import Environment
 
-BATCHES = 24
-
-
-def small():
-    m = Maker()
-    t = m.add("Relu", [m.conv("x", 3, 8, 3, name="first")])
-    t = m.add("Relu", [m.conv(t, 8, 8, 3, name="second")])
-    return m.model([("x", ["n", 3, 12, 12])], [m.conv(t, 8, 8, 1, name="last")])
-
 
 @pytest.fixture
 def job(tmp_path):
-    """A model, and a directory with batches of one to three samples."""
-    qo.save(small(), tmp_path / "m.onnx")
-    (tmp_path / "data").mkdir()
-    rng = np.random.default_rng(0)
-    for i in range(BATCHES):
-        x = (rng.normal(size=(1 + i % 3, 3, 12, 12)) * (1 + i % 5)).astype(np.float32)
-        np.savez(tmp_path / "data" / f"{i:02d}.npz", x=x)
-    return tmp_path
-
-
-def digest(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def quantized(job, executor=None, **options):
-    output = job / f"out-{time.monotonic_ns()}.onnx"
-    data = options.pop("data", job / "data")
-    qo.quantize(job / "m.onnx", output, data=data, progress=False, executor=executor, **options)
-    return digest(output)
+    return write_job(tmp_path)
 
 
 @pytest.fixture
@@ -118,6 +89,111 @@ def test_sensitivity_has_the_same_bits(job, threads, widths):
         assert qs.refine(model, data, here, budget, runs=12, executor=threads) == expected
 
 
+def uneven_channels():
+    """A model whose channels equalization changes, between three convolutions."""
+    m = Maker()
+    uneven = weights(16, 8, 1, 1) * np.logspace(-2.5, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
+    t = m.add("Relu", [m.conv("x", 8, 16, 1, weight=uneven, bias=False, name="before")])
+    t = m.add("Relu", [m.conv(t, 16, 16, 1, weight=weights(16, 16, 1, 1) * uneven[:, :1], name="middle")])
+    return m.model([("x", [2, 8, 8, 8])], [m.conv(t, 16, 4, name="after")])
+
+
+def outlying_channels():
+    """A model whose channels SmoothQuant changes, before two matmuls."""
+    m, x = Maker(), "x"
+    for name in ("first", "second"):
+        gain = np.ones(32, np.float32)
+        gain[[3, 17]] = 60
+        norm = m.add("LayerNormalization", [x, m.constant(gain), m.constant(np.zeros(32, np.float32))], axis=-1)
+        x = m.matmul(norm, 32, 32, name=name)
+    return m.model([("x", [1, "n", 32])], [x])
+
+
+@pytest.mark.parametrize("kind", ["equalized", "smoothed"])
+def test_factors_of_channels_have_the_same_bits(tmp_path, threads, kind):
+    is_smooth = kind == "smoothed"
+    qo.save(outlying_channels() if is_smooth else uneven_channels(), tmp_path / "m.onnx")
+    (tmp_path / "data").mkdir()
+    for i, feed in enumerate(rows(width=32, length=64) if is_smooth else images()):
+        np.savez(tmp_path / "data" / f"{i}.npz", **feed)
+    options = {"progress": False, "effort": "fast"}  # "fast" keeps the factors without measuring the outputs
+    here = qo.decide(tmp_path / "m.onnx", tmp_path / "data", **options)
+    assert len(getattr(here, kind)) == 2
+    assert qo.decide(tmp_path / "m.onnx", tmp_path / "data", **options, executor=threads) == here
+
+
+@pytest.mark.parametrize("max_drop", [None, 0.0005])
+def test_a_metric_has_the_same_bits(job, threads, max_drop, tmp_path):
+    options = {"data": job / "data", "metric": "cosine", "max_drop": max_drop, "progress": False, "recipe": "w4a8"}
+    here, there = (
+        qo.quantize(job / "m.onnx", tmp_path / f"{number}.onnx", **options, executor=executor)
+        for number, executor in enumerate((None, threads))
+    )
+    assert there.metric == here.metric
+    assert there.search == here.search
+    assert there.decisions == here.decisions
+    if max_drop is not None:
+        assert here.search.steps
+        assert here.search.trials > 2
+
+
+def test_evaluation_data_in_memory_need_a_named_directory(job, threads):
+    feeds = [dict(np.load(path)) for path in sorted((job / "data").iterdir())]
+    options = {"metric": "cosine", "eval_data": feeds}
+    with pytest.raises(dt.SpecError, match=r"data is in memory, but workers read files.*work_directory="):
+        quantized(job, threads, **options)
+    assert quantized(job, threads, **options, work_directory=job) == quantized(job, **options)
+
+
+def test_ranges_of_layers_in_subgraphs_are_the_same(tmp_path, threads):
+    model = branched()
+    qo.save(model, tmp_path / "m.onnx")
+    (tmp_path / "data").mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(9):
+        x = rng.normal(size=(2, 4)).astype(np.float32)
+        np.savez(tmp_path / "data" / f"{i}.npz", x=x, yes=np.array(i % 3 == 0))
+    batches = open_batches(tmp_path / "data", inputs_of(model))
+    with open_workspace(threads, tmp_path, None) as workspace:
+        there = calibration_items.subgraph_ranges_on_executor(
+            workspace, model, ["if/fc", "if/other"], workspace.in_files(batches)
+        )
+    assert there == observe_ranges(model, ["if/fc", "if/other"], batches)
+    assert len(there) == 2
+
+
+def test_the_model_and_the_samples_are_written_once(job, threads, monkeypatch):
+    models, arrays = [], []
+    save, write = workspace_module.save, workspace_module.write_arrays
+    monkeypatch.setattr(workspace_module, "save", lambda model, path: models.append(path) or save(model, path))
+    monkeypatch.setattr(workspace_module, "write_arrays", lambda path, feed: arrays.append(path) or write(path, feed))
+    quantized(job, threads)  # surveys, calibrates, and measures noise
+    assert len(models) == 1
+    assert 0 < len(arrays) <= 32
+
+
+def test_the_driver_reads_the_samples_of_a_measurement_once(job, threads, monkeypatch):
+    reads = []
+    real = Batches.first_samples
+
+    def first_samples(self, count):
+        reads.append(threading.current_thread())
+        return real(self, count)
+
+    monkeypatch.setattr(Batches, "first_samples", first_samples)
+    qs.measure(job / "m.onnx", job / "data", samples=8, executor=threads)
+    assert reads.count(threading.main_thread()) == 1
+
+
+def test_a_measurement_writes_only_its_samples(job, threads, monkeypatch):
+    feeds = [dict(np.load(path)) for path in sorted((job / "data").iterdir())]
+    arrays, write = [], workspace_module.write_arrays
+    monkeypatch.setattr(workspace_module, "write_arrays", lambda path, feed: arrays.append(path) or write(path, feed))
+    here = qs.measure(job / "m.onnx", feeds, samples=4)
+    assert qs.measure(job / "m.onnx", iter(feeds), samples=4, executor=threads, work_directory=job) == here
+    assert len(arrays) == 3  # batches of 1, 2, and 1 of 3 samples
+
+
 def test_sensitivity_of_decisions(job, threads):
     decisions = qo.decide(job / "m.onnx", job / "data", progress=False)
     here = qs.measure(job / "m.onnx", job / "data", decisions)
@@ -128,7 +204,7 @@ def test_the_next_job_of_an_executor_sees_changed_data(job, threads):
     for scale in (1.0, 30.0):
         for i in range(BATCHES):
             x = np.random.default_rng(i).normal(size=(2, 3, 12, 12)) * scale
-            np.savez(job / "data" / f"{i:02d}.npz", x=x.astype(np.float32))
+            np.savez(job / "data" / f"{i:03d}.npz", x=x.astype(np.float32))
         here = qs.measure(job / "m.onnx", job / "data", samples=8)
         assert qs.measure(job / "m.onnx", job / "data", samples=8, executor=threads) == here
         assert quantized(job, threads) == quantized(job)
@@ -225,7 +301,7 @@ def test_a_batch_that_changes_between_two_reads_is_refused(job):
 
         def submit(self, function, /, *args, **kwargs):
             if args[0] is calibration_items._observe:
-                np.savez(job / "data" / "00.npz", x=np.zeros((1, 3, 12, 12), np.float32))
+                np.savez(job / "data" / "000.npz", x=np.zeros((1, 3, 12, 12), np.float32))
             with ThreadPoolExecutor(1) as executor:
                 return executor.submit(function, *args, **kwargs)
 
@@ -266,40 +342,12 @@ def test_a_job_resumes_with_any_number_of_workers(job, tmp_path, monkeypatch, wo
 def test_other_data_do_not_fit_a_resume_file(job, tmp_path, threads):
     path = tmp_path / "state"
     quantized(job, threads, resume_file=path)
-    np.savez(job / "data" / f"{BATCHES - 1:02d}.npz", x=np.ones((1, 3, 12, 12), np.float32))
+    np.savez(job / "data" / f"{BATCHES - 1:03d}.npz", x=np.ones((1, 3, 12, 12), np.float32))
     with pytest.raises(dt.FileFormatError, match="differs from the last batch saved"):
         quantized(job, threads, resume_file=path)
-    (job / "data" / f"{BATCHES - 1:02d}.npz").unlink()
+    (job / "data" / f"{BATCHES - 1:03d}.npz").unlink()
     with pytest.raises(dt.FileFormatError, match=f"got {BATCHES - 1} batches, but .* after {BATCHES} batches"):
         quantized(job, threads, resume_file=path)
-
-
-DRIVER = """
-import sys, detent.onnx as qo
-from detent.cluster import process_executor
-if __name__ == "__main__":
-    job = sys.argv[1]
-    with process_executor(2) as executor:
-        qo.quantize(f"{job}/m.onnx", f"{job}/killed.onnx", data=f"{job}/data", progress=False, executor=executor,
-                    resume_file=f"{job}/state")
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_driver_is_resumed_with_the_same_file(job, monkeypatch):
-    for i in range(BATCHES, 600):
-        np.savez(job / "data" / f"{i:03d}.npz", x=np.full((1, 3, 12, 12), i, np.float32))
-    script = job / "driver.py"
-    script.write_text(DRIVER, encoding="utf-8")
-    driver = subprocess.Popen([sys.executable, script, job], start_new_session=True)
-    end = time.monotonic() + 120
-    while not (job / "state").exists() and time.monotonic() < end and driver.poll() is None:
-        time.sleep(0.01)
-    os.killpg(driver.pid, signal.SIGKILL)
-    driver.wait()
-    assert (job / "state").exists()
-    with ThreadPoolExecutor(3) as executor:
-        assert quantized(job, executor, resume_file=job / "state") == quantized(job)
 
 
 def test_saved_states_of_both_ways_are_equal(job, tmp_path, threads):
@@ -308,80 +356,3 @@ def test_saved_states_of_both_ways_are_equal(job, tmp_path, threads):
     quantized(job, threads, resume_file=there)
     assert here.read_bytes() == there.read_bytes()
     assert passes.ResumeHeader._fields == ("batches", "mark")
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """A Ray cluster of three nodes on this machine."""
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    for _ in range(2):
-        made.add_node(num_cpus=1)
-    yield made
-    ray.shutdown()
-    made.shutdown()
-
-
-@pytest.mark.slow
-def test_ray_gives_the_same_file_while_workers_are_killed(job, cluster):
-    expected = quantized(job)
-    with ray_executor(cluster.address) as executor:
-        assert quantized(job, executor) == expected
-        killer = subprocess.Popen([sys.executable, "-c", KILLER])
-        try:
-            assert quantized(job, executor) == expected
-        finally:
-            killer.wait()
-
-
-KILLER = """
-import os, signal, time
-time.sleep(0.5)
-for name in os.listdir("/proc"):
-    if name.isdigit():
-        try:
-            command = open(f"/proc/{name}/cmdline").read()
-        except OSError:
-            continue
-        if command.startswith("ray::"):
-            os.kill(int(name), signal.SIGKILL)
-            break
-"""
-
-
-@pytest.mark.slow
-def test_ray_gives_the_same_file_while_a_node_leaves(job, cluster):
-    expected, node = quantized(job), cluster.add_node(num_cpus=1)
-    with ray_executor(cluster.address) as executor, ThreadPoolExecutor(1) as beside:
-        leaving = beside.submit(lambda: (time.sleep(0.5), cluster.remove_node(node)))
-        assert quantized(job, executor) == expected
-        leaving.result()
-
-
-@pytest.mark.slow
-def test_dask_gives_the_same_file(job):
-    distributed = pytest.importorskip("distributed")
-    with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
-        distributed.Client(cluster) as client,
-    ):
-        assert quantized(job, client.get_executor()) == quantized(job)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["magika", "silero-vad", "basic-pitch"])
-def test_zoo_models_give_the_same_file(name, tmp_path):
-    from zoo import ZOO
-
-    if not ZOO[name].is_installed:
-        pytest.skip("not installed")
-    (tmp_path / "data").mkdir()
-    for i, feed in enumerate(ZOO[name].feeds(12)):
-        np.savez(tmp_path / "data" / f"{i:02d}.npz", **feed)
-    (tmp_path / "m.onnx").write_bytes(Path(ZOO[name].write(tmp_path)).read_bytes())
-    expected = quantized(tmp_path)
-    for workers in (2, 3):
-        with process_executor(workers) as executor:
-            assert quantized(tmp_path, executor) == expected

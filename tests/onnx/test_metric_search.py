@@ -36,6 +36,9 @@ class AdditiveTrials:
     def is_quantized(self, layers):
         return len(layers) < len(self._nbytes)
 
+    def prepare(self, candidates):
+        pass
+
 
 def exhaustive(trials, names, max_drop):
     subsets = chain.from_iterable(combinations(names, count) for count in range(len(names)))

@@ -14,7 +14,6 @@ from detent import __version__
 from detent.cli.exits import DIFFERENCE, fail, require
 from detent.cli.options import OUTPUT, AsJson, Quiet, Verbose
 from detent.cli.screen import Screen
-from detent.cli.workers import LOCAL
 from detent.cluster import cluster_nodes, ray_executor
 from detent.errors import EXTRAS, SpecError, install_hint
 from detent.kernels import Capabilities, capabilities
@@ -138,7 +137,7 @@ def _check_cluster(screen: Screen, address: str, paths: tuple[str, ...]) -> None
     from detent.onnx_model.workspace import runtime_environment  # noqa: PLC0415 - it loads ONNX Runtime
 
     absolute = tuple(str(Path(path).absolute()) for path in paths)
-    with ray_executor(None if address == LOCAL else address) as executor:
+    with ray_executor(address) as executor:
         nodes = cluster_nodes(executor, runtime_environment, absolute)
     screen.table(
         ("node", "result"), [(name, "; ".join(problems) or "ok") for name, problems in nodes.items()], fold=(1,)

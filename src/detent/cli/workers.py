@@ -13,12 +13,12 @@ import typer
 from detent.cluster import process_executor, ray_executor
 from detent.errors import SpecError
 from detent.tables import counted
+from detent.work_items import Environment
 
 __all__ = ["Ray", "WatchedExecutor", "WorkDirectory", "Workers", "open_executor"]
 
 ResultT = TypeVar("ResultT")
 SECONDS_ALIVE = 30.0  # a worker counts as alive if it has finished an item in this time
-LOCAL = "local"
 
 Workers = Annotated[
     int | None,
@@ -52,6 +52,12 @@ class WatchedExecutor(Executor):
         future = self._executor.submit(function, *args, **kwargs)
         future.add_done_callback(self._count)
         return future
+
+    def check_workers(self, environment: Callable[[], Environment]) -> None:
+        """Ask all nodes for their environment, if the executor can; see ``RayExecutor.check_workers``."""
+        check = getattr(self._executor, "check_workers", None)
+        if check is not None:
+            check(environment)
 
     def _count(self, future: Future[Any]) -> None:
         if future.cancelled() or future.exception() is not None:
@@ -92,7 +98,7 @@ def open_executor(
             raise SpecError("got --work-directory without workers: pass --workers or --ray, or drop it")
         yield None, {}
         return
-    executor: Executor = ray_executor(None if ray == LOCAL else ray) if workers is None else process_executor(workers)
+    executor: Executor = ray_executor(ray) if workers is None else process_executor(workers)
     watched = WatchedExecutor(executor)
     is_done = False
     try:

@@ -4,7 +4,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
@@ -21,6 +22,7 @@ from detent.observers.observer import Observer
 from detent.tables import counted
 
 __all__ = [
+    "ResumableRun",
     "ResumeHeader",
     "batch_checksum",
     "budget",
@@ -40,6 +42,7 @@ METADATA = "detent.calibration"
 UNNAMED = "x"  # the name of an unnamed observer in a resume file
 RESERVED = ("__metadata__", "total")  # reserved names in a safetensors header and in the result of ``budget``
 BAR_CHARS, SECONDS_BETWEEN_UPDATES = 24, 0.1
+SECONDS_BETWEEN_SAVES = 1.0  # if a run does not count batches
 
 
 def calibrate(
@@ -76,39 +79,21 @@ def calibrate(
     is_single = isinstance(observers, Observer)
     named = _named(observers)
     step = as_integer("every", every, at_least=1)
-    path = None if resume_file is None else Path(resume_file)
-    saved = load_resume_file(path, named) if path is not None and path.exists() else ResumeHeader(0, 0)
-    total = known_length(batches)
-    report = reporter(progress, "calibrating", "batches", saved.batches)
-    count, mark, is_complete = 0, saved.mark, True
-    try:
+    count, total = 0, known_length(batches)
+    with ResumableRun(resume_file, named, step) as run:
+        report = reporter(progress, "calibrating", "batches", run.saved.batches)
         for count, batch in enumerate(batches, start=1):
-            if count <= saved.batches:
-                if count == saved.batches and batch_checksum(batch, named, is_single=is_single) != saved.mark:
-                    raise FileFormatError(
-                        f"batch {count} differs from the last batch saved in {path}: pass the same batches, or delete "
-                        "the file"
-                    )
+            if count <= run.saved.batches:
+                if count == run.saved.batches:
+                    run.check_mark(batch_checksum(batch, named, is_single=is_single))
                 continue
-            is_complete = False
-            _feed(count, batch, named, is_single=is_single)
-            is_complete = True
-            if path is not None:
-                mark = batch_checksum(batch, named, is_single=is_single)
-                if count % step == 0:
-                    save_resume_file(path, named, ResumeHeader(count, mark))
+            with run.update():
+                _feed(count, batch, named, is_single=is_single)
+            run.advance(count, batch_checksum(batch, named, is_single=is_single) if run.has_file else 0)
             report(count, total)
-    finally:
-        # If only some observers have observed the last batch, do not save: after resuming, they would observe it twice.
-        if path is not None and is_complete and count > saved.batches:
-            save_resume_file(path, named, ResumeHeader(count, mark))
     if isinstance(report, ProgressBar):
         report.close()
-    if count < saved.batches:
-        raise FileFormatError(
-            f"got {counted(count, 'batch')}, but {path} was saved after {counted(saved.batches, 'batch')}: pass the "
-            "same batches, or delete the file"
-        )
+    run.check_count(count)
     if not count:
         raise NotCalibratedError("there are no calibration batches: pass at least one batch")
     _log.info("calibrated %s with %s", counted(len(named), "observer"), counted(count, "batch"))
@@ -228,6 +213,78 @@ class ResumeHeader(NamedTuple):
 
     batches: int
     mark: int  # checksum of the last batch
+
+
+class ResumableRun:
+    """Observers whose state is saved while batches are observed; a context.
+
+    When the context ends, also by an error or an interrupt, the state is saved once more, except in the middle of
+    ``update``: after resuming, some observers would observe the last batches twice.
+
+    Attributes:
+        saved: header of the resume file from which the observers were loaded; 0 batches without such a file.
+    """
+
+    def __init__(
+        self, resume_file: str | PathLike[str] | None, observers: Mapping[str, Observer], every: int | None = None
+    ) -> None:
+        """Load the observers, if there is a resume file. ``every`` counts batches; None saves once a second."""
+        self._path = None if resume_file is None else Path(resume_file)
+        self._observers, self._every = observers, every
+        self.saved = ResumeHeader(0, 0)
+        if self._path is not None and self._path.exists():
+            self.saved = load_resume_file(self._path, observers)
+        self._header, self._is_complete, self._last_save = self.saved, True, time.monotonic()
+
+    @property
+    def has_file(self) -> bool:
+        """Whether the state is saved, so that ``advance`` needs the checksum of the last batch."""
+        return self._path is not None
+
+    def __enter__(self) -> "ResumableRun":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._is_complete and self._header != self.saved:
+            self._save()
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Context in which the observers observe one or more batches; if it fails, the state is not saved."""
+        self._is_complete = False
+        yield
+        self._is_complete = True
+
+    def advance(self, batches: int, mark: int) -> None:
+        """Note the number of observed batches and the checksum of the last one; save the state if it is time."""
+        self._header = ResumeHeader(batches, mark)
+        if self._every is not None:
+            is_due = batches % self._every == 0
+        else:
+            is_due = time.monotonic() - self._last_save > SECONDS_BETWEEN_SAVES
+        if is_due:
+            self._save()
+
+    def _save(self) -> None:
+        if self._path is not None:
+            save_resume_file(self._path, self._observers, self._header)
+            self._last_save = time.monotonic()
+
+    def check_mark(self, mark: int) -> None:
+        """Check that the last saved batch is the same batch of the data."""
+        if mark != self.saved.mark:
+            raise FileFormatError(
+                f"batch {self.saved.batches} differs from the last batch saved in {self._path}: pass the same batches, "
+                "or delete the file"
+            )
+
+    def check_count(self, batches: int) -> None:
+        """Check that the data have at least the batches that were saved."""
+        if batches < self.saved.batches:
+            raise FileFormatError(
+                f"got {counted(batches, 'batch')}, but {self._path} was saved after "
+                f"{counted(self.saved.batches, 'batch')}: pass the same batches, or delete the file"
+            )
 
 
 def save_resume_file(path: Path, observers: Mapping[str, Observer], header: ResumeHeader) -> None:

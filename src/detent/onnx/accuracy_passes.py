@@ -57,7 +57,8 @@ from detent.onnx.calibration import (
     range_decisions,
     tensor_groups,
 )
-from detent.onnx.calibration_items import Survey, survey_data
+from detent.onnx.calibration_items import Survey, subgraph_ranges_on_executor, survey_data
+from detent.onnx.channel_items import compare_equalization, compare_smoothing
 from detent.onnx.decisions import Decisions, Equalized, QuantizerPlacement, Smoothed
 from detent.onnx.fast_kernels import (
     SLOW_REASON,
@@ -240,7 +241,7 @@ def decide_with_data(
         per_sample = total * samples_in(chosen[0]) / samples_in(batches.check_first())
         samples = EFFORTS[options.effort].samples(chosen, per_sample)
         _announce_time(graph_plan.model, batches, chosen, per_sample, options.effort)
-    graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, samples, options, run.memory_budget)
+    graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, samples, options, run)
     if groups is not None and observed_tensors(graph_plan) != [name for group in groups for name in group]:
         groups = _tensor_groups(graph_plan, batches, run)  # SmoothQuant inserted Mul nodes
     progress = True if run.progress is None else run.progress
@@ -248,10 +249,9 @@ def decide_with_data(
         calibration = calibrate_groups(
             graph_plan, batches, groups, options.observer, progress, run.resume_file, chosen, run.workspace, survey
         )
-    if names := graph_plan.own_range_layers:
+    if graph_plan.own_range_layers:
         with running("calibration of subgraphs"):
-            observed = batches if batches.is_repeatable else chosen
-            graph_plan = graph_plan.with_own_ranges(observe_ranges(graph_plan.model, names, observed))
+            graph_plan = _with_own_ranges(graph_plan, batches, chosen, run.workspace)
     isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
     choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run)
     graph_plan = choice.plan
@@ -269,7 +269,7 @@ def decide_with_data(
             params = assembly.without_layers(choice.unkept_plan).tensor_params()
             biases |= corrected_biases(choice.unkept_plan, params, isolated, len(samples.fitted))
         replan = partial(_with_float, choice.unkept_plan, work, options, set(calibration.ranges), choice.kept)
-        return _meet_goal(decided, choice, replace(assembly, biases=biases), replan, original, goal)
+        return _meet_goal(decided, choice, replace(assembly, biases=biases), replan, original, goal, run.workspace)
 
 
 def _survey(
@@ -281,6 +281,18 @@ def _survey(
     batches = workspace.in_files(batches)
     survey = survey_data(workspace, workspace.add_model(model), batches)
     return batches, survey, choose_surveyed(model, batches, survey.facts)
+
+
+def _with_own_ranges(
+    graph_plan: GraphPlan, batches: Batches, samples: Sequence[Feed], workspace: Workspace | None
+) -> GraphPlan:
+    """Observe layers in subgraphs on all batches; if these can be read only once, on the samples."""
+    names = graph_plan.own_range_layers
+    if workspace is not None:
+        ranges = subgraph_ranges_on_executor(workspace, graph_plan.model, names, batches)
+    else:
+        ranges = observe_ranges(graph_plan.model, names, batches if batches.is_repeatable else samples)
+    return graph_plan.with_own_ranges(ranges)
 
 
 def _with_biases(
@@ -338,9 +350,11 @@ def _meet_goal(
     replan: Callable[[Collection[str]], GraphPlan],
     original: LoadedModel,
     goal: MetricGoal,
+    workspace: Workspace | None,
 ) -> Decided:
     """Keep more layers in float until the drop of the metric is within the limit."""
-    noise = choice.noise or NoiseByLayer(choice.unkept_plan, choice.ranges.params, decided.samples[:MIN_COMPARED])
+    samples = decided.samples[:MIN_COMPARED]
+    noise = choice.noise or NoiseByLayer(choice.unkept_plan, choice.ranges.params, samples, workspace)
     trials = ModelTrials(goal, replan, assembly.decisions, partial(rewrite, original), noise)
     start = frozenset(choice.kept)
     trials.measure(start, decided.decisions)
@@ -497,20 +511,24 @@ def _with_float(
 
 
 def _equalize_and_smooth(
-    graph_plan: GraphPlan, samples: Samples, options: Options, memory_budget: int | None
+    graph_plan: GraphPlan, samples: Samples, options: Options, run: RunOptions
 ) -> tuple[GraphPlan, tuple[Equalized, ...], tuple[Smoothed, ...]]:
     """Equalize and smooth the model; return the plan of the changed model, and the factors of both passes.
 
     Noise is measured with fixed scales, also for inputs that are quantized dynamically.
     """
     plan, graph_plan = graph_plan, graph_plan.with_fixed_inputs()
+    fitted, workspace, memory_budget = samples.fitted, run.workspace, run.memory_budget
     equalized: tuple[Equalized, ...] = ()
     smoothed: tuple[Smoothed, ...] = ()
     evaluated = samples.evaluated if options.is_measured else ()
     noise: Noises | None = None
     if options.equalize:
         with running("equalization"):
-            equalized = equalization.choose(graph_plan, samples.fitted, memory_budget)
+            compare = None
+            if workspace is not None:
+                compare = compare_equalization(workspace, graph_plan.model, fitted, memory_budget)
+            equalized = equalization.choose(graph_plan, fitted, memory_budget, compare)
             if equalized:
                 changed = graph_plan.with_model(equalization.apply(copied(graph_plan.model), equalized))
                 noises = _min_max_noises("equalization", (graph_plan, changed), evaluated, memory_budget)
@@ -519,7 +537,10 @@ def _equalize_and_smooth(
                 )
     if options.smooth:
         with running("SmoothQuant"):
-            smoothed = smoothquant.choose(graph_plan, samples.fitted, seed=options.seed, memory_budget=memory_budget)
+            smooth, seed = None, options.seed
+            if workspace is not None:
+                smooth = compare_smoothing(workspace, graph_plan.model, fitted, seed, memory_budget)
+            smoothed = smoothquant.choose(graph_plan, fitted, seed=seed, memory_budget=memory_budget, compare=smooth)
             if smoothed:
                 changed = graph_plan.with_model(smoothquant.apply(copied(graph_plan.model), smoothed))
                 noises = _min_max_noises("SmoothQuant", (graph_plan, changed), evaluated, memory_budget, noise)

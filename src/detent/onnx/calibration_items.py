@@ -3,7 +3,8 @@
 Two maps over the batches:
 
 - A survey reads each batch and returns hashes, from which the driver chooses the samples of the accuracy passes.
-- Calibration runs the model on each batch once, on one worker, and returns the state of the observers.
+- Calibration runs the model on each batch once, on one worker, and returns the state of the observers. Layers in
+  subgraphs need one more run.
 
 Observers count values, so merging their states in any order gives the bits of one process. The driver merges them in
 the order of the data, and saves the merged state to the resume file. So a run that is interrupted can be resumed with
@@ -13,47 +14,36 @@ moving averages, which do, are not among them.)
 
 import hashlib
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from os import PathLike
-from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from detent.errors import FileFormatError, SpecError, WorkerError
+from detent.errors import WorkerError
 from detent.observers import Observer
-from detent.observers.passes import (
-    ProgressBar,
-    ResumeHeader,
-    batch_checksum,
-    check_observed,
-    load_resume_file,
-    reporter,
-    save_resume_file,
-)
+from detent.observers.passes import ProgressBar, ResumableRun, batch_checksum, check_observed, reporter
 from detent.onnx.quality_warnings import DataSummary
 from detent.onnx.samples import BatchFacts
+from detent.onnx.subgraph_ranges import batch_ranges, merged_ranges
 from detent.onnx.tensor_stream import TensorStream
 from detent.onnx_model.batches import Batches, digest_of
 from detent.onnx_model.sessions import Recorder
-from detent.onnx_model.workspace import BatchPart, Workspace, ranges, read_model, runtime_environment
+from detent.onnx_model.workspace import BatchPart, Workspace, read_model, runtime_environment
 from detent.rule import get_observer_spec
-from detent.tables import counted
-from detent.work_items import FileStamp, run_items, worker_name, workers_of
+from detent.work_items import FileStamp, run_items, worker_name
 
-__all__ = ["Survey", "observe_on_executor", "survey_data"]
+__all__ = ["Survey", "observe_on_executor", "subgraph_ranges_on_executor", "survey_data"]
 
 _log = logging.getLogger(__name__)
 
 Feed = dict[str, NDArray[Any]]
 Progress = bool | Callable[[int, int | None], object]
-ITEMS_PER_WORKER, MAX_ITEM_BATCHES = 8, 64  # items are small enough to share the work, and to resume in the middle
-SECONDS_BETWEEN_SAVES = 1.0
+MAX_ITEM_BATCHES = 64  # items are small enough to resume in the middle
 SESSIONS_KEPT = 2  # by a worker
 _lock = Lock()
 
@@ -91,22 +81,11 @@ def _survey(item: _SurveyItem) -> tuple[list[BatchFacts], DataSummary]:
 def survey_data(workspace: Workspace, model: FileStamp, batches: Batches) -> Survey:
     """Read all batches on the workers."""
     facts, summary = list[BatchFacts](), DataSummary()
-    items = [_SurveyItem(model, part) for part in _parts(workspace, batches)]
+    items = [_SurveyItem(model, part) for part in workspace.parts(batches, MAX_ITEM_BATCHES)]
     for some, each in run_items(workspace.executor, _survey, items, runtime_environment):
         facts += some
         summary.merge(each)
     return Survey(tuple(facts), summary)
-
-
-def _parts(workspace: Workspace, batches: Batches) -> list[BatchPart]:
-    """Split batches in files into the parts of items."""
-    if batches.files is None:
-        raise SpecError("data must be in files: call Workspace.in_files first")
-    numbers = list(range(batches.count or 0) if batches.numbers is None else batches.numbers)
-    share = -(-len(numbers) // (ITEMS_PER_WORKER * workers_of(workspace.executor)))
-    size = max(1, min(share, MAX_ITEM_BATCHES))
-    spans = ranges(len(numbers), size)
-    return [BatchPart(batches.files, tuple(numbers[each.start : each.stop]), workspace.job) for each in spans]
 
 
 class _ObserveItem(NamedTuple):
@@ -170,7 +149,7 @@ class _Pass:
         """Return the items of ``count`` batches from position ``first`` on."""
         chosen = self.batches.subset(range(first, first + count))
         items = []
-        for part in _parts(self.workspace, chosen):
+        for part in self.workspace.parts(chosen, MAX_ITEM_BATCHES):
             stop = first + len(part.numbers)
             digests = tuple(fact.digest for fact in self.survey.facts[first:stop])
             items.append(_ObserveItem(self.model, part, first, digests, self.observers, self.has_checksum))
@@ -181,20 +160,13 @@ class _Pass:
         """Run items on the workers; yield the states of the observers, and the checksum of the last batch."""
         return run_items(self.workspace.executor, _observe, items, runtime_environment)
 
-    def check_last(self, saved: ResumeHeader, path: Path) -> None:
-        """Check that the last batch of a resume file is a batch of the data."""
-        total = len(self.survey.facts)
-        if saved.batches > total:
-            raise FileFormatError(
-                f"got {counted(total, 'batch')}, but {path} was saved after {counted(saved.batches, 'batch')}: pass "
-                "the same batches, or delete the file"
-            )
-        ((_, checksum),) = self.run(self.items(saved.batches - 1, 1))
-        if checksum != saved.mark:
-            raise FileFormatError(
-                f"batch {saved.batches} differs from the last batch saved in {path}: pass the same batches, or delete "
-                "the file"
-            )
+    def check_resumed(self, resumed: ResumableRun) -> None:
+        """Check that the data have the batches of a resume file; a worker reads the last one."""
+        count = resumed.saved.batches
+        resumed.check_count(len(self.survey.facts))
+        if count:
+            ((_, checksum),) = self.run(self.items(count - 1, 1))
+            resumed.check_mark(checksum)
 
 
 def observe_on_executor(
@@ -211,30 +183,43 @@ def observe_on_executor(
 
     ``specs`` has the text of each observer, by tensor name.
     """
-    path, total = None if resume_file is None else Path(resume_file), len(survey.facts)
-    described = tuple((name, specs[name]) for name in observers)
-    one_pass = _Pass(workspace, model, batches, survey, described, path is not None)
-    saved = load_resume_file(path, observers) if path is not None and path.exists() else ResumeHeader(0, 0)
-    if path is not None and saved.batches:
-        one_pass.check_last(saved, path)
-    report = reporter(progress, "calibrating", "batches", saved.batches)
-    done, checksum, last_save = saved.batches, saved.mark, time.monotonic()
-    items, is_complete = one_pass.items(done, total - done), True
-    try:
-        for item, (states, mark) in zip(items, one_pass.run(items), strict=True):
+    total, described = len(survey.facts), tuple((name, specs[name]) for name in observers)
+    with ResumableRun(resume_file, observers) as resumed:
+        one_pass = _Pass(workspace, model, batches, survey, described, resumed.has_file)
+        one_pass.check_resumed(resumed)
+        report = reporter(progress, "calibrating", "batches", resumed.saved.batches)
+        items = one_pass.items(resumed.saved.batches, total - resumed.saved.batches)
+        for item, (states, checksum) in zip(items, one_pass.run(items), strict=True):
             parts = {name: type(each).from_bytes(states[name]) for name, each in observers.items()}
-            is_complete = False  # if some observers are merged and others are not, the state must not be saved
-            for name, observer in observers.items():
-                observer.merge(parts[name])
-            is_complete = True
-            done, checksum = item.first + len(item.digests), mark
-            if path is not None and time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
-                save_resume_file(path, observers, ResumeHeader(done, checksum))
-                last_save = time.monotonic()
+            with resumed.update():
+                for name, observer in observers.items():
+                    observer.merge(parts[name])
+            done = item.first + len(item.digests)
+            resumed.advance(done, checksum)
             report(done, total)
-    finally:
-        if path is not None and is_complete and done > saved.batches:
-            save_resume_file(path, observers, ResumeHeader(done, checksum))
     if isinstance(report, ProgressBar):
         report.close()
     check_observed(observers)
+
+
+class _SubgraphItem(NamedTuple):
+    """Batches on which the inputs of layers in subgraphs are observed."""
+
+    model: FileStamp
+    part: BatchPart
+    layers: tuple[str, ...]
+
+
+def _observe_subgraphs(item: _SubgraphItem) -> dict[str, tuple[float, float]]:
+    """Observe some batches in a worker."""
+    model = read_model(item.model)
+    return batch_ranges(model, item.layers, item.part.open(model))
+
+
+def subgraph_ranges_on_executor(
+    workspace: Workspace, model: ModelProto, layers: Iterable[str], batches: Batches
+) -> dict[str, tuple[float, float]]:
+    """Do the work of ``subgraph_ranges.observe_ranges`` on the workers."""
+    stamp, names = workspace.add_model(model), tuple(layers)
+    items = [_SubgraphItem(stamp, part, names) for part in workspace.parts(batches, MAX_ITEM_BATCHES)]
+    return merged_ranges(run_items(workspace.executor, _observe_subgraphs, items, runtime_environment))

@@ -10,12 +10,13 @@ With one scale per output channel, the division costs no precision. In depthwise
 no precision either. In other convolutions, input channels with different factors share a scale, which costs precision.
 So each activation gets the strength with the smallest error at the outputs of the layers after it.
 
-``choose`` compares strengths on sample data. ``apply`` writes the chosen factors into a model and needs no data.
+``choose`` compares strengths on sample data, each tensor by itself. ``apply`` writes the chosen factors into a model
+and needs no data.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +29,13 @@ from detent.onnx.decisions import Equalized
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, weight_params
 from detent.onnx.layer_error import Probe, gain_db, mean_power, noise, part_of
 from detent.onnx_model.graph import Graph, attribute_of
-from detent.onnx_model.layers import Layer
+from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.sessions import record_in_parts
 from detent.ops import fake_quantize
 from detent.params import QuantParams
+from detent.spec import QuantSpec
 
-__all__ = ["apply", "choose"]
+__all__ = ["Strength", "TensorToEqualize", "apply", "choose", "compare_strengths"]
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
@@ -50,32 +52,88 @@ class _Between:
     readers: tuple[NodeProto, ...]
 
 
-def choose(plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None = None) -> tuple[Equalized, ...]:
+class TensorToEqualize(NamedTuple):
+    """A tensor between convolutions: the layers that read it, with the specs of their inputs and weights as JSON."""
+
+    tensor: str
+    readers: tuple[tuple[str, str, str], ...]
+
+
+class Strength(NamedTuple):
+    """The best strength of a tensor, its factors, and the fraction of noise that remains."""
+
+    strength: float
+    factors: Array
+    remaining: float
+
+
+Compare = Callable[[Sequence[TensorToEqualize]], Iterable[Strength | None]]
+
+
+def choose(
+    plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None = None, compare: Compare | None = None
+) -> tuple[Equalized, ...]:
     """Choose factors for tensors between convolutions; keep those that lower the error of the layers after them.
 
-    ``memory_budget`` limits the bytes of activations in memory.
+    Args:
+        plan: the plan of the model.
+        samples: samples on which strengths are compared.
+        memory_budget: limits the bytes of activations in memory.
+        compare: does the work of ``compare_strengths``, for example on workers; None for this process.
     """
     lines = {line.name: line for line in plan.quantized if line.type == "Conv" and line.input is not None}
     graph = plan.graph
     between = [each for each in _between(graph) if all(graph.node_name(reader) in lines for reader in each.readers)]
     if not between or not samples:
         return ()
-    channels = _observed_channels(plan, between, samples, memory_budget)
-    weights = {graph.node_name(node): graph.array(node.input[1]) for each in between for node in _nodes(each)}
-    chosen = []
-    for each in between:
-        readers = [lines[graph.node_name(node)] for node in each.readers]
-        best = None
-        if channels[each.tensor].count >= MIN_CHANNEL_VALUES:
-            best = _best_strength(plan, readers, channels[each.tensor], [weights[line.name] for line in readers])
-        if best is None:
-            continue
-        strength, factors, ratio = best
-        names = tuple(line.name for line in readers)
-        chosen.append(Equalized(each.tensor, graph.node_name(each.maker), names, factors, strength, gain_db(ratio)))
-        for node, weight in _changed_weights(graph, each, factors, weights):  # later tensors see the changed weights
-            weights[graph.node_name(node)] = weight
-    return tuple(chosen)
+    tensors = [TensorToEqualize(each.tensor, _specs(lines, graph, each.readers)) for each in between]
+    if compare is None:
+        strengths: Iterable[Strength | None] = compare_strengths(plan.model, tensors, samples, memory_budget)
+    else:
+        strengths = compare(tensors)
+    return tuple(
+        Equalized(
+            each.tensor,
+            graph.node_name(each.maker),
+            tuple(graph.node_name(node) for node in each.readers),
+            best.factors,
+            best.strength,
+            gain_db(best.remaining),
+        )
+        for each, best in zip(between, strengths, strict=True)
+        if best is not None
+    )
+
+
+def _specs(
+    lines: Mapping[str, LayerPlan], graph: Graph, readers: Iterable[NodeProto]
+) -> tuple[tuple[str, str, str], ...]:
+    rows = [lines[graph.node_name(node)] for node in readers]
+    return tuple(
+        (row.name, "" if row.input is None else row.input.to_json(), "" if row.weight is None else row.weight.to_json())
+        for row in rows
+    )
+
+
+def compare_strengths(
+    model: ModelProto, tensors: Sequence[TensorToEqualize], samples: Sequence[Feed], memory_budget: int | None = None
+) -> list[Strength | None]:
+    """Return the best strength of each tensor; None if no strength lowers the error enough.
+
+    Tensors do not depend on each other: a layer reads one of them, and its factors change the rows of the weights of
+    layers before it, but not the error that is compared.
+    """
+    graph = Graph(model)
+    layers = {layer.name: layer for layer in layers_of(graph)}
+    channels = _observed_channels(model, layers, tensors, samples, memory_budget)
+    strengths: list[Strength | None] = []
+    for each in tensors:
+        observed, best = channels.pop(each.tensor), None
+        if observed.count >= MIN_CHANNEL_VALUES:
+            readers = [_Reader.of(layers[name], graph, specs) for name, *specs in each.readers]
+            best = _best_strength(readers, observed)
+        strengths.append(best)
+    return strengths
 
 
 def apply(model: ModelProto, equalized: Sequence[Equalized]) -> ModelProto:
@@ -175,45 +233,62 @@ class _Channels:
 
 
 def _observed_channels(
-    plan: GraphPlan, between: list[_Between], samples: Sequence[Feed], memory_budget: int | None
+    model: ModelProto,
+    layers: Mapping[str, Layer],
+    tensors: Sequence[TensorToEqualize],
+    samples: Sequence[Feed],
+    memory_budget: int | None,
 ) -> dict[str, _Channels]:
-    channels = {each.tensor: _Channels() for each in between}
-    for _, tensors in record_in_parts(plan.model, channels, samples, memory_budget):
-        for each in between:
-            if each.tensor in tensors and tensors[each.tensor].size:
-                layers = [plan.layers_by_name[plan.graph.node_name(node)] for node in each.readers]
-                channels[each.tensor].observe(tensors[each.tensor], layers, len(samples))
+    channels = {each.tensor: _Channels() for each in tensors}
+    for _, recorded in record_in_parts(model, channels, samples, memory_budget):
+        for tensor, readers in tensors:
+            if tensor in recorded and recorded[tensor].size:
+                channels[tensor].observe(recorded[tensor], [layers[name] for name, *_ in readers], len(samples))
     return channels
 
 
-def _best_strength(
-    plan: GraphPlan, readers: Sequence[LayerPlan], channels: _Channels, weights: list[Array]
-) -> tuple[float, Array, float] | None:
-    """Return the best strength, its factors, and the fraction of noise that remains, or None if the gain is too small.
+class _Reader(NamedTuple):
+    """A layer that reads a tensor, its weight, and the specs of its input and its weight; None for float."""
+
+    layer: Layer
+    weight: Array
+    input_spec: QuantSpec | None
+    weight_spec: QuantSpec | None
+
+    @classmethod
+    def of(cls, layer: Layer, graph: Graph, specs: Sequence[str]) -> "_Reader":
+        parsed = [QuantSpec.from_json(text) if text else None for text in specs]
+        return cls(layer, graph.array(layer.weight), parsed[0], parsed[1])
+
+    @property
+    def is_per_channel(self) -> bool:
+        return self.weight_spec is not None and isinstance(self.weight_spec.granularity, PerAxis)
+
+
+def _best_strength(readers: Sequence[_Reader], channels: _Channels) -> Strength | None:
+    """Return the best strength, or None if the gain is too small.
 
     The factors of each half of the samples are evaluated on the other half.
     """
     largest = channels.largest()
     if not (largest > 0).any():
         return None
-    layers = [plan.layers_by_name[line.name] for line in readers]
-    probes = [Probe(layer) for layer in layers]
+    probes = [Probe(reader.layer) for reader in readers]
     data = list(zip(*channels.parts, strict=True))  # indexed by reader, then by sample
-    runs = zip(probes, weights, data, strict=True)
-    references = [[probe.run(x, weight) for x in parts] for probe, weight, parts in runs]
+    runs = zip(probes, readers, data, strict=True)
+    references = [[probe.run(x, reader.weight) for x in parts] for probe, reader, parts in runs]
     powers = [mean_power(outputs) for outputs in references]
     shape = [1, -1, *(1,) * (data[0][0].ndim - 2)]
 
     def error(factors: Array, samples: Sequence[int]) -> float:
         total = 0.0
         lo, hi = float((channels.lo / factors).min()), float((channels.hi / factors).max())
-        rows = zip(readers, layers, probes, weights, data, references, powers, strict=True)
-        for line, layer, probe, weight, parts, expected, power in rows:
-            if line.weight is None or line.input is None:
+        for reader, probe, parts, expected, power in zip(readers, probes, data, references, powers, strict=True):
+            if reader.weight_spec is None or reader.input_spec is None:
                 continue
-            params = QuantParams.from_range(line.input, lo, hi, dtype="float32")
-            scaled_weight = _columns(layer.node, weight, factors)
-            rounded = fake_quantize(scaled_weight, weight_params(scaled_weight, line.weight))
+            params = QuantParams.from_range(reader.input_spec, lo, hi, dtype="float32")
+            scaled_weight = _columns(reader.layer.node, reader.weight, factors)
+            rounded = fake_quantize(scaled_weight, weight_params(scaled_weight, reader.weight_spec))
             for i in samples:
                 scaled = (parts[i] / factors.reshape(shape)).astype(np.float32)
                 total += noise(expected[i], probe.run(fake_quantize(scaled, params), rounded)) / power
@@ -223,8 +298,8 @@ def _best_strength(
     baseline = error(np.ones(len(largest)), every)
     if baseline == 0:  # for example, all weights are zero
         return None
-    best: tuple[float, Array, float] | None = None
-    is_lossless = all(layer.depthwise and _is_per_channel(line) for layer, line in zip(layers, readers, strict=True))
+    best: Strength | None = None
+    is_lossless = all(reader.layer.depthwise and reader.is_per_channel for reader in readers)
     for strength in STRENGTHS[-1:] if is_lossless else STRENGTHS:
         if len(every) > 1:
             unseen = [
@@ -233,13 +308,9 @@ def _best_strength(
         else:
             unseen = [error(equalization_factors(largest, strength), every)]
         ratio = sum(unseen) / baseline
-        if best is None or ratio < best[2]:
-            best = strength, equalization_factors(largest, strength), ratio
-    return best if best is not None and best[2] < MAX_REMAINING_NOISE else None
-
-
-def _is_per_channel(line: LayerPlan) -> bool:
-    return line.weight is not None and isinstance(line.weight.granularity, PerAxis)
+        if best is None or ratio < best.remaining:
+            best = Strength(strength, equalization_factors(largest, strength), ratio)
+    return best if best is not None and best.remaining < MAX_REMAINING_NOISE else None
 
 
 def _inverse(factors: Array) -> Array:

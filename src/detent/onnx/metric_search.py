@@ -21,29 +21,32 @@ measured so far that reach at least nine tenths of the largest decrease of the d
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, product
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto
 
 from detent.errors import SpecError
 from detent.model_metric import MetricComparison, MetricLike, MetricResult
 from detent.onnx.decisions import Decisions
 from detent.onnx.float_fallback import NoiseByLayer
 from detent.onnx.graph_plan import GraphPlan
+from detent.onnx.output_items import BatchOutputs, RemoteOutputs
 from detent.onnx_model.batches import Batches, samples_in
 from detent.onnx_model.files import LoadedModel, ModelSource
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
+from detent.onnx_model.workspace import Workspace
 from detent.tables import bytes_text
 
 __all__ = [
     "CollectedOutputs",
     "MetricGoal",
     "MetricSearch",
+    "ModelOutputs",
     "ModelTrials",
     "SearchStep",
     "Trials",
@@ -129,12 +132,11 @@ class MetricSearch:
 class MetricGoal(NamedTuple):
     """A metric, compared with the float model on some batches, and the limit of its drop; None without a limit.
 
-    ``names`` are the outputs that the metric gets.
+    ``outputs`` computes the outputs that the metric gets.
     """
 
     comparison: MetricComparison
-    feeds: Iterable[Feed]
-    names: list[str]
+    outputs: "ModelOutputs"
     max_drop: float | None
 
     @classmethod
@@ -145,18 +147,30 @@ class MetricGoal(NamedTuple):
         metric: MetricLike | None,
         labels: Array | None,
         max_drop: float | None,
+        workspace: Workspace | None = None,
     ) -> "MetricGoal":
         """Run the float model on all batches; fail early if the metric or the labels do not fit its outputs.
 
-        Without ``labels``, those of ``class_labels`` are used.
+        Without ``labels``, those of ``class_labels`` are used. With a workspace, workers run the models.
         """
         labels = class_labels(model, batches, metric) if labels is None else labels
-        feeds, names = _kept(batches), array_outputs(model.proto)
-        return cls(MetricComparison(metric, *collect_outputs(model, names, feeds), labels), feeds, names, max_drop)
+        outputs = ModelOutputs(array_outputs(model.proto), batches, None if _has_texts(model) else workspace)
+        (floats,) = outputs.run([model.proto])
+        return cls(MetricComparison(metric, *floats, labels), outputs, max_drop)
 
-    def measure(self, model: ModelSource) -> MetricResult:
+    def measure_all(self, models: Iterable[ModelProto]) -> Iterator[MetricResult]:
+        """Measure the metric of quantized models."""
+        return (self.comparison.measure(collected.outputs) for collected in self.outputs.run(models))
+
+    def measure(self, model: ModelProto) -> MetricResult:
         """Measure the metric of a quantized model."""
-        return self.comparison.measure(collect_outputs(model, self.names, self.feeds).outputs)
+        (result,) = self.measure_all([model])
+        return result
+
+
+def _has_texts(model: LoadedModel) -> bool:
+    """Return whether an output is an array of texts."""
+    return any(value.type.tensor_type.elem_type == TensorProto.STRING for value in model.proto.graph.output)
 
 
 def class_labels(model: LoadedModel, batches: Batches, metric: MetricLike | None) -> Array | None:
@@ -194,6 +208,9 @@ class Trials(Protocol):
 
     def is_quantized(self, layers: Layers) -> bool:
         """Return whether another layer remains quantized."""
+
+    def prepare(self, candidates: Sequence[Layers]) -> None:
+        """Measure the metric of several sets, in parallel if possible; ``result`` then returns it at once."""
 
 
 def search_float_layers(
@@ -251,6 +268,7 @@ class _Search:
         layers, path = self.layers, list[str]()
         while best is None or best[0] != path:
             names = [name for name in self._promising(layers) if best is None or self._size(layers, name) < best[1]]
+            self._trials.prepare([layers | {name} for name in names])
             meeting = [name for name in names if self.is_met(layers | {name})]
             if meeting:
                 name = min(meeting, key=lambda each: self._size(layers, each))
@@ -356,19 +374,45 @@ def collect_outputs(model: ModelSource, names: Sequence[str], feeds: Iterable[Fe
     Raises:
         SpecError: the outputs take more than 4 GiB.
     """
-    session, collected, total = make_session(model), CollectedOutputs([], []), 0
+    return _collected(names, _local_outputs(model, names, feeds))
+
+
+def _local_outputs(model: ModelSource, names: Sequence[str], feeds: Iterable[Feed]) -> Iterator[BatchOutputs]:
+    session = make_session(model)
     for feed in feeds:
         with ort_errors():
-            outputs = session.run(list(names), feed) if names else []
-        total += sum(getattr(each, "nbytes", 0) for each in outputs)
+            yield BatchOutputs(session.run(list(names), feed) if names else [], samples_in(feed))
+
+
+def _collected(names: Sequence[str], batches: Iterable[BatchOutputs]) -> CollectedOutputs:
+    collected, total = CollectedOutputs([], []), 0
+    for arrays, samples in batches:
+        total += sum(getattr(each, "nbytes", 0) for each in arrays)
         if total > MAX_OUTPUT_BYTES:
             raise SpecError(
                 f"the outputs of all evaluation samples take more than {bytes_text(MAX_OUTPUT_BYTES)}, which a metric "
                 "needs at once: pass fewer evaluation samples"
             )
-        collected.outputs.append(dict(zip(names, outputs, strict=True)))
-        collected.sizes.append(samples_in(feed))
+        collected.outputs.append(dict(zip(names, arrays, strict=True)))
+        collected.sizes.append(samples)
     return collected
+
+
+class ModelOutputs:
+    """Runs models on all batches of the evaluation data; with a workspace, its workers run them."""
+
+    def __init__(self, names: Sequence[str], batches: Batches, workspace: Workspace | None) -> None:
+        self._names, self._workspace = list(names), workspace if names else None
+        self._batches = batches
+        self._feeds: Iterable[Feed] = () if self._workspace is not None else _kept(batches)
+
+    def run(self, models: Iterable[ModelProto]) -> Iterator[CollectedOutputs]:
+        """Yield the outputs of each model."""
+        if self._workspace is None:
+            yield from (collect_outputs(model, self._names, self._feeds) for model in models)
+            return
+        for batches in RemoteOutputs(self._workspace, self._names, self._batches).run(models):
+            yield _collected(self._names, batches)
 
 
 class ModelTrials:
@@ -403,6 +447,12 @@ class ModelTrials:
         if layers not in self._results:
             self.measure(layers, self._decisions_of(self.plan(layers)))
         return self._results[layers]
+
+    def prepare(self, candidates: Sequence[Layers]) -> None:
+        """Measure the metric of several sets of layers in float; workers run the models in parallel."""
+        missing = [layers for layers in candidates if layers not in self._results]
+        models = (self._rewritten(self._decisions_of(self.plan(layers))) for layers in missing)
+        self._results |= zip(missing, self._goal.measure_all(models), strict=True)
 
     def measure(self, layers: Layers, decisions: Decisions) -> MetricResult:
         """Measure the metric of the model with these decisions, and use it as the result of ``layers``."""

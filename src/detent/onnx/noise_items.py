@@ -8,7 +8,7 @@ the order of the samples.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from detent.onnx_model.workspace import Workspace, ranges, read_arrays, read_mod
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.spec import QuantSpec
-from detent.storage import write_atomic
 from detent.work_items import FileStamp, run_items, workers_of
 
 __all__ = ["RemoteNoise"]
@@ -75,18 +74,16 @@ class RemoteNoise:
     ) -> None:
         self._workspace = workspace
         setup = {
-            "model": vars(model),
+            "model": asdict(model),
             "layers": list(layers),
             "switches": [
                 [each.flag, each.tensor, each.params.spec.to_json(), *_numbers(each.params)] for each in switches
             ],
             "target": target,
             "outputs": list(outputs),
-            "samples": [vars(workspace.add_arrays(feed)) for feed in samples],
+            "samples": [asdict(workspace.add_arrays(feed)) for feed in samples],
         }
-        path = workspace.directory / f"noise-{model.sha256[:12]}.json"
-        write_atomic(path, json.dumps(setup).encode())
-        self._setup = FileStamp.of(path)
+        self._setup = workspace.add_json(setup)
 
     def run(
         self,
@@ -160,14 +157,14 @@ def _worker_model(stamp: FileStamp) -> _WorkerModel:
         for flag, tensor, spec, scale, zero_point in setup["switches"]
     ]
     model = SwitchableModel(
-        read_model(FileStamp(**setup["model"])),
+        read_model(FileStamp.from_dict(setup["model"])),
         {name: [name] for name in setup["layers"]},
         switches,
         get_target(setup["target"]),
         threads=1,
     )
     specs = {each.flag: each.params.spec for each in switches}
-    samples = tuple(FileStamp(**each) for each in setup["samples"])
+    samples = tuple(FileStamp.from_dict(each) for each in setup["samples"])
     return _WorkerModel(model, specs, tuple(setup["outputs"]), samples, {}, {})
 
 

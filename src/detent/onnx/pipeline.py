@@ -51,7 +51,7 @@ from detent.onnx_model.sessions import (
     runtime_record,
 )
 from detent.onnx_model.targets import Target, get_target
-from detent.onnx_model.workspace import open_workspace
+from detent.onnx_model.workspace import Workspace, open_workspace
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike
 from detent.scale_mode import PerBatch
@@ -349,14 +349,14 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         with open_workspace(executor, work_directory, original.path) as workspace:
             run = RunOptions(memory_budget, progress, resume_file, workspace)
             decided = _decide(original, batches, rules, target, options, run, metric_options, force=force)
-        with running("rewriting"):
-            quantized = rewrite(original, decided.decisions)
+            with running("rewriting"):
+                quantized = rewrite(original, decided.decisions)
+            with running("measuring the metric"):
+                result = decided.metric(quantized)
         samples = decided.samples if compare else ()
         with running("comparing outputs"):
             names = array_outputs(quantized) if samples else []
             comparison = compare_outputs(original, quantized, names, samples) if names else OutputComparison(())
-        with running("measuring the metric"):
-            result = decided.metric(quantized)
         with running("writing"):
             report = _finish(path, decided, original.nbytes, quantized, comparison)
     notes = () if batches is None else batches.notes
@@ -470,7 +470,7 @@ class MetricOptions:
         """Name of the metric; "" if it is chosen by the outputs."""
         return "" if self.metric is None else get_metric(self.metric).name
 
-    def goal(self, model: LoadedModel, calibration: Batches | None) -> MetricGoal:
+    def goal(self, model: LoadedModel, calibration: Batches | None, workspace: Workspace | None) -> MetricGoal:
         """Run the float model on the evaluation data, and return the goal."""
         source = calibration if self.eval_data is None else self.eval_data
         if source is None or (calibration is None and self.max_drop is not None):
@@ -480,7 +480,7 @@ class MetricOptions:
         if batches is calibration and not batches.is_repeatable:
             raise SpecError("a metric needs data that can be read twice: pass data as a list, or pass eval_data=")
         with running("running the float model"):
-            return MetricGoal.of(model, batches, self.metric, self.labels, self.max_drop)
+            return MetricGoal.of(model, batches, self.metric, self.labels, self.max_drop, workspace)
 
 
 def _load(model: ModelSource) -> LoadedModel:
@@ -499,7 +499,7 @@ def _decide(
     *,
     force: bool,
 ) -> Decided:
-    goal = None if metric is None else metric.goal(original, batches)
+    goal = None if metric is None else metric.goal(original, batches, run.workspace)
     if metric is not None and metric.max_drop is not None:
         options = replace(options, max_drop=metric.max_drop, metric=metric.name)
     first = None if batches is None else batches.check_first()

@@ -13,8 +13,8 @@ The division is folded into the normalization before X if no other node reads X.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +26,13 @@ from detent.onnx.decisions import Smoothed
 from detent.onnx.graph_plan import GraphPlan, weight_params
 from detent.onnx.layer_error import gain_db, noise
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of
-from detent.onnx_model.layers import Layer
+from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.sessions import record_in_parts
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.spec import QuantSpec
 
-__all__ = ["apply", "choose"]
+__all__ = ["Strength", "TensorToSmooth", "apply", "choose", "compare_strengths"]
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
@@ -43,33 +43,80 @@ MAX_REMAINING_NOISE_FOLDED = 0.95  # without a Mul node, smoothing must remove a
 MAX_REMAINING_NOISE = 0.7  # with a Mul node, smoothing must remove at least 30 %
 
 
+class TensorToSmooth(NamedTuple):
+    """An input of matmuls: its number, which is part of the seed, and the layers that read it.
+
+    Each layer has its name, and the specs of its input and its weight as JSON.
+    """
+
+    number: int
+    tensor: str
+    layers: tuple[tuple[str, str, str], ...]
+
+
+class Strength(NamedTuple):
+    """The best strength of a tensor, its factors, and the fraction of noise that remains."""
+
+    strength: float
+    factors: Array
+    remaining: float
+
+
+Compare = Callable[[Sequence[TensorToSmooth]], Iterable[Strength | None]]
+
+
 def choose(
-    plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0, memory_budget: int | None = None
+    plan: GraphPlan,
+    samples: Sequence[Feed],
+    *,
+    seed: int = 0,
+    memory_budget: int | None = None,
+    compare: Compare | None = None,
 ) -> tuple[Smoothed, ...]:
-    """Choose factors for inputs of matmuls; keep only factors that clearly reduce the output error."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    specs: dict[str, tuple[QuantSpec, QuantSpec]] = {}
+    """Choose factors for inputs of matmuls; keep only factors that clearly reduce the output error.
+
+    ``compare`` does the work of ``compare_strengths``, for example on workers; None compares in this process.
+    """
+    groups: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     for line in plan.quantized:
         is_own = plan.layers_by_name[line.name].is_weight_only
         if line.type in MATMULS and line.input is not None and line.weight is not None and not is_own:
-            groups[plan.layers_by_name[line.name].data].append(line.name)
-            specs[line.name] = line.input, line.weight
+            specs = line.input.to_json(), line.weight.to_json()
+            groups[plan.layers_by_name[line.name].data].append((line.name, *specs))
     if not groups or not samples:
         return ()
-    rows = _rows(plan.model, list(groups), samples, seed, memory_budget)
+    tensors = [TensorToSmooth(i, tensor, tuple(layers)) for i, (tensor, layers) in enumerate(groups.items())]
+    if compare is None:
+        strengths: Iterable[Strength | None] = compare_strengths(plan.model, tensors, samples, seed, memory_budget)
+    else:
+        strengths = compare(tensors)
     chosen = []
-    for tensor, names in groups.items():
-        if tensor not in rows:  # the tensor is empty
-            continue
-        matrices = [_matrix(plan.graph, plan.layers_by_name[name]) for name in names]
-        best = _best_strength(rows[tensor], matrices, [specs[name] for name in names])
-        if best is None:
-            continue
-        strength, factors, ratio = best
-        folded = _norm_before(plan.graph, tensor, names) is not None
-        if ratio <= (MAX_REMAINING_NOISE_FOLDED if folded else MAX_REMAINING_NOISE):
-            chosen.append(Smoothed(tensor, tuple(names), factors, folded, strength, gain_db(ratio)))
+    for each, best in zip(tensors, strengths, strict=True):
+        names = tuple(name for name, *_ in each.layers)
+        folded = _norm_before(plan.graph, each.tensor, names) is not None
+        limit = MAX_REMAINING_NOISE_FOLDED if folded else MAX_REMAINING_NOISE
+        if best is not None and best.remaining <= limit:
+            gain = gain_db(best.remaining)
+            chosen.append(Smoothed(each.tensor, names, best.factors, folded, best.strength, gain))
     return tuple(chosen)
+
+
+def compare_strengths(
+    model: ModelProto, tensors: Sequence[TensorToSmooth], samples: Sequence[Feed], seed: int, memory_budget: int | None
+) -> list[Strength | None]:
+    """Return the best strength of each tensor; None if the tensor is empty or has no noise."""
+    graph = Graph(model)
+    layers = {layer.name: layer for layer in layers_of(graph)}
+    rows = _rows(model, {each.tensor: each.number for each in tensors}, samples, seed, memory_budget)
+    strengths: list[Strength | None] = []
+    for each in tensors:
+        best = None
+        if each.tensor in rows:
+            matrices = [_matrix(graph, layers[name]) for name, *_ in each.layers]
+            specs = [(QuantSpec.from_json(x), QuantSpec.from_json(weight)) for _, x, weight in each.layers]
+            best = _best_strength(rows[each.tensor], matrices, specs)
+        strengths.append(best)
+    return strengths
 
 
 def apply(model: ModelProto, smoothed: Sequence[Smoothed]) -> ModelProto:
@@ -83,12 +130,15 @@ def apply(model: ModelProto, smoothed: Sequence[Smoothed]) -> ModelProto:
 
 
 def _rows(
-    model: ModelProto, tensors: list[str], samples: Sequence[Feed], seed: int, memory_budget: int | None
+    model: ModelProto, tensors: Mapping[str, int], samples: Sequence[Feed], seed: int, memory_budget: int | None
 ) -> dict[str, tuple[Array, Array]]:
-    """Sample rows of each tensor in two halves; each half also holds the per-channel maxima and minima as rows."""
+    """Sample rows of each tensor in two halves; each half also holds the per-channel maxima and minima as rows.
+
+    ``tensors`` maps names to numbers, which are part of the seeds.
+    """
     kept: dict[str, tuple[list[Array], list[Array]]] = defaultdict(lambda: ([], []))
     per_sample = max(1, SAMPLED_ROWS // len(samples))
-    generators = {name: np.random.default_rng([seed, i]) for i, name in enumerate(tensors)}
+    generators = {name: np.random.default_rng([seed, i]) for name, i in tensors.items()}
     for number, recorded in record_in_parts(model, tensors, samples, memory_budget):
         for name, values in recorded.items():
             flat = values.reshape(-1, values.shape[-1])
@@ -108,8 +158,8 @@ def _matrix(graph: Graph, layer: Layer) -> Array:
 
 def _best_strength(
     halves: tuple[Array, Array], weights: list[Array], specs: list[tuple[QuantSpec, QuantSpec]]
-) -> tuple[float, Array, float] | None:
-    """Return the best strength, its factors, and the fraction of noise that remains, or None if there is no noise."""
+) -> Strength | None:
+    """Return the best strength, or None if there is no noise."""
     whole = np.concatenate(halves)
     references = [[x @ weight for weight in weights] for x in halves]
     powers = [[max(noise(each, np.zeros_like(each)), 1e-30) for each in half] for half in references]
@@ -136,12 +186,12 @@ def _best_strength(
     baseline = error(ones, 0) + error(ones, 1)
     if baseline == 0:  # for example, all values are zero
         return None
-    best: tuple[float, Array, float] | None = None
+    best: Strength | None = None
     for strength in STRENGTHS:
         unseen = [error(_factors(largest(halves[1 - half]), largest_w, strength), half) for half in (0, 1)]
         ratio = sum(unseen) / baseline
-        if best is None or ratio < best[2]:
-            best = strength, _factors(largest(whole), largest_w, strength), ratio
+        if best is None or ratio < best.remaining:
+            best = Strength(strength, _factors(largest(whole), largest_w, strength), ratio)
     return best
 
 

@@ -20,7 +20,7 @@ from detent.onnx_model.files import copied
 from detent.onnx_model.graph import Graph, node_name, subgraphs
 from detent.onnx_model.sessions import make_session, ort_errors
 
-__all__ = ["observe_ranges"]
+__all__ = ["batch_ranges", "merged_ranges", "observe_ranges"]
 
 Feed = Mapping[str, NDArray[Any]]
 Range = tuple[float, float]
@@ -31,6 +31,21 @@ def observe_ranges(model: ModelProto, names: Collection[str], batches: Iterable[
 
     Layers that never run, and layers whose inputs are not finite, are left out.
     """
+    return merged_ranges([batch_ranges(model, names, batches)])
+
+
+def merged_ranges(parts: Iterable[Mapping[str, Range]]) -> dict[str, Range]:
+    """Merge the ranges of several parts of the data; leave out layers as ``observe_ranges`` does."""
+    merged: dict[str, Range] = {}
+    for part in parts:
+        for layer, (lo, hi) in part.items():
+            least, most = merged.get(layer, (np.inf, -np.inf))
+            merged[layer] = float(np.minimum(least, lo)), float(np.maximum(most, hi))
+    return {name: (lo, hi) for name, (lo, hi) in merged.items() if np.isfinite([lo, hi]).all() and lo <= hi}
+
+
+def batch_ranges(model: ModelProto, names: Collection[str], batches: Iterable[Feed]) -> dict[str, Range]:
+    """Return the smallest and largest input of each named layer over some batches, also if they are not finite."""
     copy = copied(model)
     observer = _Instrument(Graph(copy), names)
     ranges = observer.add(copy.graph, "")
@@ -45,7 +60,7 @@ def observe_ranges(model: ModelProto, names: Collection[str], batches: Iterable[
         for each in ranges:
             lo, hi = observed.get(each.layer, (np.inf, -np.inf))
             observed[each.layer] = float(np.minimum(lo, next(values))), float(np.maximum(hi, next(values)))
-    return {name: (lo, hi) for name, (lo, hi) in observed.items() if np.isfinite([lo, hi]).all() and lo <= hi}
+    return observed
 
 
 class _LayerRange(NamedTuple):

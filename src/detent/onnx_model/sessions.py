@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from math import isfinite, prod
 from os import fspath
 from pathlib import Path
+from threading import RLock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,6 +86,7 @@ _SUFFIX = re.compile(r"(_token_\d+|_nhwc)+$")  # suffixes that ONNX Runtime adds
 SPINNING = "session.intra_op.allow_spinning"
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"  # for MatMulNBits; 0 and 1 keep activations in float
 LOG_FATAL_ONLY = 4  # errors are raised, and the log would only repeat them
+_change_lock = RLock()  # for models that are changed for a moment
 _ERRORS: tuple[type[Exception], ...] = (  # errors of ONNX Runtime have no common base class
     RuntimeError,
     *(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
@@ -561,13 +563,14 @@ def record_in_parts(
 
 @contextmanager
 def _more_outputs(model: ModelProto, names: list[str], nodes: Iterable[NodeProto] = ()) -> Iterator[None]:
-    """Add nodes and outputs to a model temporarily, to avoid a copy of a large model."""
+    """Add nodes and outputs to a model temporarily, to avoid a copy of a large model; one thread at a time."""
     graph = model.graph
-    outputs, before = len(graph.output), len(graph.node)
-    present = {value.name for value in graph.output}
-    graph.node.extend(nodes)
-    graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in present)
-    try:
-        yield
-    finally:
-        del graph.output[outputs:], graph.node[before:]
+    with _change_lock:
+        outputs, before = len(graph.output), len(graph.node)
+        present = {value.name for value in graph.output}
+        graph.node.extend(nodes)
+        graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in present)
+        try:
+            yield
+        finally:
+            del graph.output[outputs:], graph.node[before:]

@@ -7,8 +7,10 @@ Calibration data in files are read by the workers themselves. Data in memory are
 only if the caller names its directory.
 """
 
+import json
+import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,12 +33,23 @@ from detent.onnx_model.data_files import DataFiles
 from detent.onnx_model.files import load, save
 from detent.onnx_model.model_inputs import InputInfo, inputs_of
 from detent.onnx_model.targets import has_vnni
-from detent.work_items import Environment, FileStamp, as_executor
+from detent.storage import write_atomic
+from detent.work_items import Environment, FileStamp, as_executor, workers_of
 
-__all__ = ["BatchPart", "Workspace", "open_workspace", "ranges", "read_arrays", "read_model", "runtime_environment"]
+__all__ = [
+    "BatchPart",
+    "Workspace",
+    "open_workspace",
+    "ranges",
+    "read_arrays",
+    "read_model",
+    "runtime_environment",
+    "write_arrays",
+]
 
 Feed = dict[str, NDArray[Any]]
 MODELS_KEPT, DATA_KEPT, ARRAYS_KEPT = 2, 4, 64  # what a worker keeps in memory between items
+PARTS_PER_WORKER = 8  # parts are small enough to share the work
 
 
 @lru_cache(maxsize=1)
@@ -95,6 +108,9 @@ class Workspace:
     def __init__(self, executor: Executor, directory: Path, *, is_named: bool) -> None:
         self.executor, self.directory, self._is_named = executor, directory, is_named
         self._count = 0
+        # By identity; the objects are kept alive.
+        self._written: dict[int, tuple[object, FileStamp]] = {}
+        self._spilled: dict[int, tuple[Batches, Batches]] = {}
 
     @property
     def job(self) -> str:
@@ -102,16 +118,40 @@ class Workspace:
         return self.directory.name
 
     def add_model(self, model: ModelProto) -> FileStamp:
-        """Write a model."""
+        """Write a model, unless this object was written before; a model must not change after it was written."""
+        return self._once(model, lambda: self.add_trial(model))
+
+    def add_trial(self, model: ModelProto) -> FileStamp:
+        """Write a model that is used once; ``remove`` removes it."""
         path = self._new(".onnx")
         save(model, path)
-        return FileStamp.of(path)
+        return FileStamp.of(path, sorted(self.directory.glob(f"{path.name}.*")))  # external data
+
+    def remove(self, stamp: FileStamp) -> None:
+        """Remove a file that no item needs any more."""
+        for each in (stamp, *stamp.parts):
+            Path(each.path).unlink(missing_ok=True)
 
     def add_arrays(self, feed: Feed) -> FileStamp:
-        """Write the arrays of a batch or a sample."""
-        path = self._new(".npz")
-        _write_arrays(path, feed)
+        """Write the arrays of a batch or a sample, unless this object was written before."""
+
+        def write() -> FileStamp:
+            path = self._new(".npz")
+            write_arrays(path, feed)
+            return FileStamp.of(path)
+
+        return self._once(feed, write)
+
+    def add_json(self, value: object) -> FileStamp:
+        """Write plain values."""
+        path = self._new(".json")
+        write_atomic(path, json.dumps(value).encode())
         return FileStamp.of(path)
+
+    def _once(self, value: object, write: Callable[[], FileStamp]) -> FileStamp:
+        if id(value) not in self._written:
+            self._written[id(value)] = value, write()
+        return self._written[id(value)][1]
 
     def in_files(self, batches: Batches) -> Batches:
         """Return batches that workers can read; data in memory are written to the directory, if the caller named it.
@@ -119,6 +159,8 @@ class Workspace:
         Raises:
             SpecError: the data are in memory, and the caller named no directory.
         """
+        if id(batches) in self._spilled:
+            return self._spilled[id(batches)][1]
         if batches.files is not None:
             path, tokenizer = Path(batches.files.path).absolute(), batches.files.tokenizer
             tokenizer = None if tokenizer is None else Path(tokenizer).absolute()
@@ -129,25 +171,43 @@ class Workspace:
                 "data is in memory, but workers read files: pass a file or a directory as data, or name a directory "
                 "that all workers see as work_directory=, to which the batches are written"
             )
-        directory = self.directory / "data"
+        directory = self._new("-data")
         directory.mkdir()
         for number, feed in enumerate(batches):
-            _write_arrays(directory / f"batch-{number:09d}.npz", feed)
-        return open_batches(DataFiles(directory), batches.inputs)
+            write_arrays(directory / f"batch-{number:09d}.npz", feed)
+        spilled = open_batches(DataFiles(directory), batches.inputs)
+        self._spilled[id(batches)] = batches, spilled
+        return spilled
+
+    def parts(self, batches: Batches, max_batches: int) -> list[BatchPart]:
+        """Split batches in files into parts of at most ``max_batches``, 8 per worker if there are enough batches."""
+        if batches.files is None:
+            raise SpecError("data must be in files: call Workspace.in_files first")
+        numbers = list(range(batches.count or 0) if batches.numbers is None else batches.numbers)
+        share = -(-len(numbers) // (PARTS_PER_WORKER * workers_of(self.executor)))
+        spans = ranges(len(numbers), max(1, min(share, max_batches)))
+        return [BatchPart(batches.files, tuple(numbers[each.start : each.stop]), self.job) for each in spans]
+
+    def shares(self, count: int) -> Sequence[range]:
+        """Split ``count`` things into one range per worker."""
+        return ranges(count, max(1, -(-count // workers_of(self.executor))))
 
     def _new(self, suffix: str) -> Path:
         self._count += 1
         return self.directory / f"{self._count:04d}{suffix}"
 
 
-def _write_arrays(path: Path, feed: Feed) -> None:
+def write_arrays(path: Path, feed: Feed) -> None:
+    """Write arrays to an .npz file, and sync it, so that other nodes see the whole file."""
     unsupported = [name for name, array in feed.items() if array.dtype == object]
     if unsupported:
         raise SpecError(
-            f"input {unsupported[0]!r} holds texts, which cannot be written for workers: pass data in files"
+            f"tensor {unsupported[0]!r} holds texts, which cannot be written for workers: pass data in files"
         )
     with path.open("wb") as file:
         np.savez(file, **feed)  # type: ignore[arg-type]  # the stubs confuse array names with allow_pickle
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager

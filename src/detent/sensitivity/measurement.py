@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from detent.onnx_model.batches import BatchSource
     from detent.onnx_model.files import ModelSource
     from detent.onnx_model.targets import Target
+    from detent.sensitivity.onnx_bench import OnnxLayerRunner
 
 __all__ = ["measure", "refine", "run_mix", "search", "starting_points"]
 
@@ -206,7 +207,7 @@ def measure(  # noqa: PLR0913 - the options of one job
         described = get_recipe(cast("Recipe | str | PathLike[str]", recipe))
         runner = _open(model, data, described, specs, count, target, skipped, stored)
     options = {"samples": count, "target": name, "storage": stored, "skip": skipped, "widths": specs}
-    with _remote(executor, work_directory, model, data, described, options) as remote:
+    with _remote(executor, work_directory, model, data, runner, described, options) as remote:
         layers = measure_all(runner, announce, progress, remote)
     return Sensitivity(layers, runner.options, runner.recipe, runner.samples, stored, name)
 
@@ -217,6 +218,7 @@ def _remote(
     work_directory: str | PathLike[str] | None,
     model: object,
     data: "BatchSource",
+    runner: LayerRunner,
     recipe: "Recipe | Decisions",
     options: dict[str, Any],
 ) -> Iterator[Runs | None]:
@@ -229,8 +231,7 @@ def _remote(
             "got a torch.nn.Module with executor= or work_directory=, but workers read the model from a file: export "
             "it to ONNX first"
         )
-    from detent.onnx_model.batches import open_batches  # noqa: PLC0415 - these import ONNX Runtime
-    from detent.onnx_model.files import load_model  # noqa: PLC0415
+    from detent.onnx_model.files import load_model  # noqa: PLC0415 - these import ONNX Runtime
     from detent.onnx_model.workspace import open_workspace  # noqa: PLC0415
     from detent.sensitivity.measurement_items import RemoteRuns, RunnerRecord  # noqa: PLC0415
 
@@ -239,7 +240,7 @@ def _remote(
         if workspace is None:
             yield None
             return
-        record = RunnerRecord.of(workspace, loaded, open_batches(data, loaded.inputs), recipe, **options)
+        record = RunnerRecord.of(workspace, loaded, data, cast("OnnxLayerRunner", runner), recipe, **options)
         yield RemoteRuns(workspace, record)
 
 
@@ -306,7 +307,7 @@ def refine(
                 f"the model has no layer {layer.name!r} with the measured candidates: call measure for this model"
             )
     described = {"samples": sensitivity.samples, "target": sensitivity.target, "storage": storage, "skip": ()}
-    with _remote(executor, work_directory, model, data, recipe, {**described, "widths": widths}) as remote:
+    with _remote(executor, work_directory, model, data, runner, recipe, {**described, "widths": widths}) as remote:
         return search(runner, sensitivity, starts, budget_nbytes, limit, announce, progress, remote)
 
 

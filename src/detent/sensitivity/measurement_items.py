@@ -5,21 +5,22 @@ of the measurement. A worker keeps its runner. An item is a candidate for some l
 adds up the noise of the batches in their order, so the result has the bits of one process.
 """
 
-import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
+from os import PathLike
 from typing import NamedTuple
 
 from detent.errors import SpecError, WorkerError
 from detent.onnx.decisions import Decisions
-from detent.onnx_model.batches import Batches, digest_of
+from detent.onnx_model.batches import Batches, BatchSource, open_batches
+from detent.onnx_model.data_files import DataFiles
 from detent.onnx_model.files import LoadedModel
 from detent.onnx_model.workspace import BatchPart, Workspace, ranges, read_model, runtime_environment
 from detent.recipe import Recipe
 from detent.sensitivity.bench import BatchNoise, OutputNoise, as_storage, as_widths
 from detent.sensitivity.onnx_bench import OnnxLayerRunner, open_decisions, open_recipe
-from detent.storage import write_atomic
 from detent.work_items import FileStamp, run_items, worker_name, workers_of
 
 __all__ = ["RemoteRuns", "RunnerRecord"]
@@ -55,11 +56,12 @@ class RunnerRecord(NamedTuple):
     decisions: FileStamp | None = None
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 - the fields of the record
         cls,
         workspace: Workspace,
         model: LoadedModel,
-        batches: Batches,
+        data: BatchSource,
+        runner: OnnxLayerRunner,
         recipe: Recipe | Decisions,
         *,
         samples: int,
@@ -68,44 +70,37 @@ class RunnerRecord(NamedTuple):
         skip: tuple[str, ...],
         widths: Sequence[str] | None,
     ) -> "RunnerRecord":
-        """Describe a runner; a model, data or decisions that are not in files are written to the workspace."""
-        batches = workspace.in_files(batches)
+        """Describe a runner; a model, samples or decisions that are not in files are written to the workspace."""
+        is_in_files = isinstance(data, str | PathLike | DataFiles) or (isinstance(data, Batches) and data.files)
+        batches = workspace.in_files(open_batches(data if is_in_files else runner.feeds, model.inputs))
         if batches.files is None or batches.count is None:
             raise SpecError("data must be in files")
         numbers = tuple(range(batches.count) if batches.numbers is None else batches.numbers)
-        data = BatchPart(batches.files, numbers, workspace.job)
-        digest = _digest(batches, samples)
-        record = cls(workspace.add_model(model.proto), data, digest, samples, target, storage, skip)
+        part = BatchPart(batches.files, numbers, workspace.job)
+        record = cls(workspace.add_model(model.proto), part, runner.digest, samples, target, storage, skip)
         if isinstance(recipe, Recipe):
             return record._replace(recipe=recipe.to_json(), widths=None if widths is None else tuple(widths))
-        path = workspace.directory / "decisions.json"
-        write_atomic(path, recipe.to_json().encode())
-        return record._replace(decisions=FileStamp.of(path))
+        return record._replace(decisions=workspace.add_json(json.loads(recipe.to_json())))
 
     def open(self) -> OnnxLayerRunner:
-        """Make the runner."""
-        path, storage = self.model.check(), as_storage(self.storage)
-        data = self.data.open(read_model(self.model))
-        seen = _digest(data, self.samples)
-        if seen != self.digest:
+        """Make the runner, and check its samples."""
+        runner = self._open()
+        if runner.digest != self.digest:
             raise WorkerError(
                 f"worker {worker_name()} reads other data than the driver: {self.data.files.path} has SHA-256 "
-                f"{seen[:12]}..., expected {self.digest[:12]}...; give all nodes the same files"
+                f"{runner.digest[:12]}..., expected {self.digest[:12]}...; give all nodes the same files"
             )
+        return runner
+
+    def _open(self) -> OnnxLayerRunner:
+        path, storage = self.model.check(), as_storage(self.storage)
+        data = self.data.open(read_model(self.model))
         if self.decisions is not None:
             decisions = Decisions.from_json(self.decisions.check().read_text(encoding="utf-8"))
             return open_decisions(path, data, decisions, self.samples, self.skip, storage)
         widths = None if self.widths is None else as_widths(self.widths)
         recipe = Recipe.from_json(self.recipe)
         return open_recipe(path, data, recipe, widths, self.samples, self.target, self.skip, storage)
-
-
-def _digest(batches: Batches, samples: int) -> str:
-    """Return the SHA-256 of the first samples."""
-    digest = hashlib.sha256()
-    for feed in batches.first_samples(samples)[0]:
-        digest.update(digest_of(feed))
-    return digest.hexdigest()
 
 
 class _RunItem(NamedTuple):

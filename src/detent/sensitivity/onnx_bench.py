@@ -5,6 +5,7 @@ this layer only. The params are the same as ``qo.quantize`` would write with the
 decisions are measured, the params come from the quantized file.
 """
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from detent.onnx.graph_plan import GraphPlan, LayerPlan, plan, weight_params
 from detent.onnx.layer_error import Switch, SwitchableModel
 from detent.onnx.normal_form import prepare
 from detent.onnx.quantized_graph import check_fits, float_form, insert
-from detent.onnx_model.batches import BatchSource, open_batches
+from detent.onnx_model.batches import BatchSource, digest_of, open_batches
 from detent.onnx_model.files import ModelSource, load, load_model
 from detent.onnx_model.graph import MATMULS, Graph
 from detent.onnx_model.layers import Layer
@@ -63,7 +64,7 @@ class OnnxLayerRunner:
         *,
         parallel: bool = True,
     ) -> None:
-        self._feeds, self.samples = batches
+        self.feeds, self.samples = batches
         self._specs, self._weight_params = specs, weight_params or {}
         self.recipe, self.options = recipe, tuple(specs)
         self.groups: Sequence[LayerGroup] = _groups(specs, layers, storage, self._weight_params)
@@ -77,6 +78,14 @@ class OnnxLayerRunner:
         self._model = SwitchableModel(model, weights, switches, any_target, threads)
         self._params: dict[tuple[str, QuantSpec], QuantParams] = {}
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the samples."""
+        digest = hashlib.sha256()
+        for feed in self.feeds:
+            digest.update(digest_of(feed))
+        return digest.hexdigest()
+
     def reference(self) -> Iterator[Sequence[Array]]:
         """Yield the float model's outputs of float type, batch by batch."""
         return self.outputs({})
@@ -87,7 +96,7 @@ class OnnxLayerRunner:
 
     def outputs(self, options: Mapping[str, str], batches: range | None = None) -> Iterator[Sequence[Array]]:
         """Yield the outputs of float type with some groups quantized; ``batches`` are batch numbers, None for all."""
-        feeds = self._feeds if batches is None else self._feeds[batches.start : batches.stop]
+        feeds = self.feeds if batches is None else self.feeds[batches.start : batches.stop]
         weights, flags = dict[str, Array](), list[str]()
         for group in self.groups:
             label = group.names[0]
