@@ -5,10 +5,10 @@
     python benchmarks/graph_kinds.py [--cases A B] [--rounds N] [--output FILE]
 
 ``CASES`` is the registry: each case is a model with one kind of graph, such as recurrent layers or subgraphs. Static
-quantization gets calibration data, dynamic and weight-only quantization get none. SQNR compares the worst float output
-with the float model, on held-out samples; decisions are compared as in the benchmark of unseen models. Every file of
-detent is verified on held-out samples. Time is CPU time on one thread (``cpu_time``); all files of a case take turns in
-one process.
+quantization gets calibration data. Dynamic and weight-only quantization get none, except in rows named "data". SQNR
+compares the worst float output with the float model, on held-out samples; decisions are compared as in the benchmark of
+unseen models. Every file of detent is verified on held-out samples. Time is CPU time on one thread (``cpu_time``); all
+files of a case take turns in one process.
 
 With ragged groups, activations of all files stay in float (``FLOAT_ACTIVATIONS``), as they do in the files of ONNX
 Runtime's tool. For files of detent, the SQNR of a session with default options, which quantizes activations to 8 bits,
@@ -107,7 +107,8 @@ class Case(NamedTuple):
 FLOAT_ACTIVATIONS = MappingProxyType({ACCURACY_LEVEL: "0"})
 GRU_TOOLS = ("w8a8", "ORT static", "w8a8-dynamic", "w8a8-dynamic float GRU", "ORT dynamic")
 FLOAT16_TOOLS = ("w8a8", "w8a8 float16", "ORT static", "w8a8-dynamic", "ORT dynamic")
-GROUP_TOOLS = ("w4a16", "w4a16 MatMul", "ORT affine", "ORT symmetric", "int4 MatMul")  # groups of 128
+GROUP_TOOLS = ("w4a16", "w4a16 MatMul", "w4a16 MatMul data", "int4 MatMul", "ORT affine", "ORT symmetric")
+AFFINE = dt.Recipe([dt.Rule(types="MatMul", weight="uint4/group128/affine")])
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         "lstm": Case("LSTM, 2 directions", lambda: UNSEEN["lstm"]),
@@ -159,9 +160,11 @@ def _ort_4_bits(*, is_symmetric: bool) -> Callable[[Path, Path, Sequence[Feed]],
     return write
 
 
-def _detent(recipe: str | dt.Recipe, **options: Any) -> Callable[[Path, Path, Sequence[Feed]], dict[str, Any]]:
+def _detent(
+    recipe: str | dt.Recipe, *, has_data: bool = False, **options: Any
+) -> Callable[[Path, Path, Sequence[Feed]], dict[str, Any]]:
     def write(source: Path, target: Path, feeds: Sequence[Feed]) -> dict[str, Any]:
-        data = feeds if recipe == "w8a8" else None
+        data = feeds if has_data or recipe == "w8a8" else None
         report = qo.quantize(source, target, data, recipe, progress=False, **options)
         reasons = Counter(layer.reason for layer in report.layers if layer.reason)
         return {"layers": len(report.layers), "quantized": len(report.plan.quantized), "in_float": dict(reasons)}
@@ -177,7 +180,8 @@ TOOLS: Mapping[str, Callable[[Path, Path, Sequence[Feed]], dict[str, Any] | None
         "w8a8-dynamic float GRU": _detent(
             dt.Recipe([*dt.Recipe.preset("w8a8-dynamic").rules, dt.Rule(types="GRU", skip=True)])
         ),
-        "w4a16 MatMul": _detent(dt.Recipe([dt.Rule(types="MatMul", weight="uint4/group128/affine")])),
+        "w4a16 MatMul": _detent(AFFINE),
+        "w4a16 MatMul data": _detent(AFFINE, has_data=True, keep_float="none"),
         "int4 MatMul": _detent(dt.Recipe([dt.Rule(types="MatMul", weight="int4/group128")])),
         f"{ORT}static": _ort_static,
         f"{ORT}dynamic": _ort_dynamic,

@@ -163,6 +163,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
         layers: one row per layer.
         model: the prepared model.
         last_layers: names of layers with a quantized output although no quantized layer comes after them.
+        has_fitted_scales: whether scales of weights depend on the data (``group_scales``).
 
     >>> from onnx import parser
     >>> graph_plan = plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -180,6 +181,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
     layers: tuple[LayerPlan, ...]
     model: ModelProto = field(repr=False, compare=False)
     last_layers: frozenset[str] = frozenset()
+    has_fitted_scales: bool = False
     _weight_params: dict[tuple[str, QuantSpec], QuantParams] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -208,12 +210,21 @@ class GraphPlan(PlanTotals[LayerPlan]):
             why = f"it is kept in float: {line.reason}" if line.reason else f"it is {TWO_ACTIVATIONS}"
             raise SpecError(f"layer {line.name!r} has no weight parameters, because {why}")
         key = self.layers_by_name[line.name].weight, line.weight
+        try:
+            return self.known_params(*key)
+        except RangeError as error:
+            raise RangeError(f"weight {key[0]!r} of layer {line.name!r}: {error}") from error
+
+    def known_params(self, weight: str, spec: QuantSpec) -> QuantParams:
+        """Return the parameters of a weight; they are computed once."""
+        key = weight, spec
         if key not in self._weight_params:
-            try:
-                self._weight_params[key] = weight_params(self.graph.array(key[0]), line.weight)
-            except RangeError as error:
-                raise RangeError(f"weight {key[0]!r} of layer {line.name!r}: {error}") from error
+            self._weight_params[key] = weight_params(self.graph.array(weight), spec)
         return self._weight_params[key]
+
+    def with_weight_params(self, params: Mapping[tuple[str, QuantSpec], QuantParams]) -> "GraphPlan":
+        """Return this plan with other parameters of some weights, by name and spec of the weight."""
+        return replace(self, has_fitted_scales=True, _weight_params={**self._weight_params, **params})
 
     def with_model(self, model: ModelProto) -> "GraphPlan":
         """Return this plan for a model with the same layers and different weights."""
