@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import onnxruntime as ort
@@ -22,13 +23,19 @@ FLOAT = ""  # key of the float model
 
 
 def cpu_times_in_turns(
-    plain: Path, files: Mapping[str, Path], feeds: Sequence[Feed], rounds: int, threads: int
+    plain: Path,
+    files: Mapping[str, Path],
+    feeds: Sequence[Feed],
+    rounds: int,
+    threads: int,
+    config: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, dict]:
     """Time files and the float model in turns; return milliseconds, the ratio to float, and the spread of each file.
 
+    ``config`` has session options of ONNX Runtime.
     ``spread`` is the median sample of a file divided by its smallest sample; it is near 1 on an idle machine.
     """
-    sessions = {name: _session(path, threads) for name, path in {FLOAT: plain, **files}.items()}
+    sessions = {name: _session(path, threads, config) for name, path in {FLOAT: plain, **files}.items()}
     for session in sessions.values():
         session.run(None, feeds[0])
     calls = {name: _calls(session, feeds[0]) for name, session in sessions.items()}
@@ -50,11 +57,12 @@ def cpu_times_in_turns(
     }
 
 
-def _session(path: Path, threads: int) -> ort.InferenceSession:
+def _session(path: Path, threads: int, config: Mapping[str, str]) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = LOG_FATAL
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    for key, value in {"session.intra_op.allow_spinning": "0", **config}.items():
+        options.add_session_config_entry(key, value)
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 

@@ -5,10 +5,14 @@
     python benchmarks/graph_kinds.py [--cases A B] [--rounds N] [--output FILE]
 
 ``CASES`` is the registry: each case is a model with one kind of graph, such as recurrent layers or subgraphs. Static
-quantization gets calibration data, dynamic and weight-only quantization get none. SQNR compares the worst float output
-with the float model, on held-out samples; decisions are compared as in the benchmark of unseen models. Every file of
-detent is verified on held-out samples. Time is CPU time on one thread (``cpu_time``); all files of a case take turns in
-one process.
+quantization gets calibration data. Dynamic and weight-only quantization get none, except in rows named "data". SQNR
+compares the worst float output with the float model, on held-out samples; decisions are compared as in the benchmark of
+unseen models. Every file of detent is verified on held-out samples. Time is CPU time on one thread (``cpu_time``); all
+files of a case take turns in one process.
+
+With ragged groups, activations of all files stay in float (``FLOAT_ACTIVATIONS``), as they do in the files of ONNX
+Runtime's tool. For files of detent, the SQNR of a session with default options, which quantizes activations to 8 bits,
+is measured, too.
 
 Progress goes to stderr. Cases in FILE that are not measured again keep their results.
 """
@@ -40,6 +44,7 @@ from unseen_models import UNSEEN
 import detent as dt
 import detent.onnx as qo
 from detent.onnx_model import Graph, load, make_session
+from detent.onnx_model.sessions import ACCURACY_LEVEL
 from zoo import ZOO, ZooModel, agreement
 
 Array = NDArray[Any]
@@ -96,14 +101,18 @@ class Case(NamedTuple):
     kind: str
     subject: Callable[[], Subject]
     tools: Sequence[str] = ("w8a8", "ORT static", "w8a8-dynamic", "ORT dynamic")
+    config: Mapping[str, str] = MappingProxyType({})  # session options of ONNX Runtime
 
 
+FLOAT_ACTIVATIONS = MappingProxyType({ACCURACY_LEVEL: "0"})
+GRU_TOOLS = ("w8a8", "ORT static", "w8a8-dynamic", "w8a8-dynamic float GRU", "ORT dynamic")
 FLOAT16_TOOLS = ("w8a8", "w8a8 float16", "ORT static", "w8a8-dynamic", "ORT dynamic")
-GROUP_TOOLS = ("w4a16", "w4a16 MatMul", "ORT 4 bits")  # groups of 128
+GROUP_TOOLS = ("w4a16", "w4a16 MatMul", "w4a16 MatMul data", "int4 MatMul", "ORT affine", "ORT symmetric")
+AFFINE = dt.Recipe([dt.Rule(types="MatMul", weight="uint4/group128/affine")])
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         "lstm": Case("LSTM, 2 directions", lambda: UNSEEN["lstm"]),
-        "gru": Case("GRU", lambda: UNSEEN["gru"]),
+        "gru": Case("GRU", lambda: UNSEEN["gru"], GRU_TOOLS),
         "captcha": Case("LSTM after convolutions", lambda: UNSEEN["captcha"]),
         "arabic": Case("GRUs in a transformer", lambda: UNSEEN["arabic"]),
         "silero-vad": Case("LSTM in an If", lambda: ZooSubject(ZOO["silero-vad"])),
@@ -111,9 +120,9 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "bert-float16": Case("float16", lambda: Float16Network(NETWORKS["bert"]), FLOAT16_TOOLS),
         "vit-float16": Case("float16", lambda: Float16Network(NETWORKS["vit"]), FLOAT16_TOOLS),
         "squeezenet-float16": Case("float16", lambda: Float16Network(NETWORKS["squeezenet"]), FLOAT16_TOOLS[:3]),
-        "bert-192": Case("ragged groups", lambda: NETWORKS["bert"], GROUP_TOOLS),
-        "deit-144": Case("ragged groups", lambda: FRESH_NETWORKS["deit"], GROUP_TOOLS),
-        "swin-96": Case("ragged groups", lambda: NETWORKS["swin"], GROUP_TOOLS),
+        "bert-192": Case("ragged groups", lambda: NETWORKS["bert"], GROUP_TOOLS, FLOAT_ACTIVATIONS),
+        "deit-144": Case("ragged groups", lambda: FRESH_NETWORKS["deit"], GROUP_TOOLS, FLOAT_ACTIVATIONS),
+        "swin-96": Case("ragged groups", lambda: NETWORKS["swin"], GROUP_TOOLS, FLOAT_ACTIVATIONS),
     }
 )
 
@@ -142,15 +151,20 @@ def _ort_dynamic(source: Path, target: Path, _feeds: Sequence[Feed]) -> None:
     quantize_dynamic(source, target, per_channel=True, reduce_range=True, extra_options={"EnableSubgraph": True})
 
 
-def _ort_4_bits(source: Path, target: Path, _feeds: Sequence[Feed]) -> None:
-    quantizer = MatMulNBitsQuantizer(onnx.load(source), bits=4, block_size=128, is_symmetric=True)
-    quantizer.process()
-    onnx.save(quantizer.model.model, target)
+def _ort_4_bits(*, is_symmetric: bool) -> Callable[[Path, Path, Sequence[Feed]], None]:
+    def write(source: Path, target: Path, _feeds: Sequence[Feed]) -> None:
+        quantizer = MatMulNBitsQuantizer(onnx.load(source), bits=4, block_size=128, is_symmetric=is_symmetric)
+        quantizer.process()
+        onnx.save(quantizer.model.model, target)
+
+    return write
 
 
-def _detent(recipe: str | dt.Recipe, **options: Any) -> Callable[[Path, Path, Sequence[Feed]], dict[str, Any]]:
+def _detent(
+    recipe: str | dt.Recipe, *, has_data: bool = False, **options: Any
+) -> Callable[[Path, Path, Sequence[Feed]], dict[str, Any]]:
     def write(source: Path, target: Path, feeds: Sequence[Feed]) -> dict[str, Any]:
-        data = feeds if recipe == "w8a8" else None
+        data = feeds if has_data or recipe == "w8a8" else None
         report = qo.quantize(source, target, data, recipe, progress=False, **options)
         reasons = Counter(layer.reason for layer in report.layers if layer.reason)
         return {"layers": len(report.layers), "quantized": len(report.plan.quantized), "in_float": dict(reasons)}
@@ -163,10 +177,16 @@ TOOLS: Mapping[str, Callable[[Path, Path, Sequence[Feed]], dict[str, Any] | None
     {
         **{recipe: _detent(recipe) for recipe in ("w8a8", "w8a8-dynamic", "w8a16", "w4a16")},
         "w8a8 float16": _detent("w8a8", float16=True),
-        "w4a16 MatMul": _detent(dt.Recipe([dt.Rule(types="MatMul", weight="int4/group128")])),
+        "w8a8-dynamic float GRU": _detent(
+            dt.Recipe([*dt.Recipe.preset("w8a8-dynamic").rules, dt.Rule(types="GRU", skip=True)])
+        ),
+        "w4a16 MatMul": _detent(AFFINE),
+        "w4a16 MatMul data": _detent(AFFINE, has_data=True, keep_float="none"),
+        "int4 MatMul": _detent(dt.Recipe([dt.Rule(types="MatMul", weight="int4/group128")])),
         f"{ORT}static": _ort_static,
         f"{ORT}dynamic": _ort_dynamic,
-        f"{ORT}4 bits": _ort_4_bits,
+        f"{ORT}affine": _ort_4_bits(is_symmetric=False),
+        f"{ORT}symmetric": _ort_4_bits(is_symmetric=True),
     }
 )
 
@@ -194,13 +214,16 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         else:
             files[tool], rows[tool] = path, facts or {}
     expected = _outputs(source, held_out)
-    times = cpu_times_in_turns(source, files, held_out[:TIMED_SAMPLES], rounds, THREADS)
+    times = cpu_times_in_turns(source, files, held_out[:TIMED_SAMPLES], rounds, THREADS, case.config)
     for tool, path in files.items():
         rows[tool] |= {
-            **_accuracy(expected, _outputs(path, held_out), subject.decide),
+            **_accuracy(expected, _outputs(path, held_out, case.config), subject.decide),
             "size_ratio": path.stat().st_size / source.stat().st_size,
             "time": times[tool],
         }
+        if case.config and not tool.startswith(ORT):
+            default = _accuracy(expected, _outputs(path, held_out), None)
+            rows[tool]["default_sqnr_db"] = default["sqnr_db"]
         if not tool.startswith(ORT):
             rows[tool]["verified"] = dt.verify(source, path, held_out[:VERIFIED_SAMPLES]).ok
     for tool, row in rows.items():
@@ -208,8 +231,8 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     return {"kind": case.kind, "samples": len(held_out), "rows": rows}
 
 
-def _outputs(path: Path, feeds: Sequence[Feed]) -> list[list[Array]]:
-    session = make_session(path, threads=THREADS)
+def _outputs(path: Path, feeds: Sequence[Feed], config: Mapping[str, str] = MappingProxyType({})) -> list[list[Array]]:
+    session = make_session(path, threads=THREADS, config=config)
     return [session.run(None, feed) for feed in feeds]
 
 

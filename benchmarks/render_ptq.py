@@ -1,4 +1,4 @@
-"""Render the tables of attention, float16 models and ragged groups in docs/benchmarks.md.
+"""Render the tables of attention, float16 models, ragged groups and PTQ in PyTorch in docs/benchmarks.md.
 
 ::
 
@@ -6,7 +6,7 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from page import placed, table_row
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = {"attention": "attention_matmuls.json", "float16": "float16_groups.json"}
+FILES = {"attention": "attention_matmuls.json", "float16": "float16_groups.json", "torch": "torch_ptq.json"}
 KINDS = {"float16": "float16", "groups": "ragged groups"}  # section, and kind of the cases
 NOT_RUN = "ONNX Runtime cannot load the file"
 
@@ -24,8 +24,18 @@ def rendered(results: Mapping[str, Any]) -> dict[str, str]:
     """Render each section by its name, as Markdown."""
     return {
         "attention-table": _attention(results["attention"]["models"]),
+        "torch-ptq-table": _torch(results["torch"]["rows"]),
         **{f"{section}-table": _kinds(results["float16"]["models"], kind) for section, kind in KINDS.items()},
     }
+
+
+def _torch(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("network", "recipe", "calibration alone", "`qt.quantize`", "`qo.quantize`", "verified")
+    lines = [table_row(*head), "|---|---|--:|--:|--:|---|"]
+    for row in rows:
+        values = [f"{row[name]:.1f} dB" for name in ("plain_db", "torch_db", "onnx_db")]
+        lines.append(table_row(row["network"], row["recipe"], *values, "yes" if row["verified"] else "**no**"))
+    return "\n".join(lines)
 
 
 def _attention(models: Mapping[str, Any]) -> str:
@@ -47,22 +57,23 @@ def _times(row: Mapping[str, Any]) -> str:
 
 
 def _kinds(models: Mapping[str, Any], kind: str) -> str:
-    lines = [
-        table_row("model", "file", "layers quantized", "SQNR", "same decisions", "size", "CPU time"),
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-    for name, facts in models.items():
-        if facts["kind"] != kind:
-            continue
+    chosen = {name: facts for name, facts in models.items() if facts["kind"] == kind}
+    has_default = any("default_sqnr_db" in row for facts in chosen.values() for row in facts["rows"].values())
+    default = ("SQNR, default",) * has_default
+    head = ("model", "file", "layers quantized", "SQNR", *default, "same decisions", "size", "CPU time")
+    lines = [table_row(*head), "|---|---|" + "--:|" * (len(head) - 2)]
+    for name, facts in chosen.items():
         for tool, row in facts["rows"].items():
             file = tool if tool.startswith("ORT") else f"detent {tool}"
             if "failed" in row:
-                lines.append(table_row(name, file, "", NOT_RUN, "", "", ""))
+                lines.append(table_row(name, file, "", NOT_RUN, *[""] * (len(head) - 4)))
                 continue
             count = f"{row['quantized']} of {row['layers']}" if "layers" in row else ""
             decisions = "" if row["decisions"] is None else f"{row['decisions']:.1%}"
-            values = f"{row['sqnr_db']:.1f} dB", decisions, f"{row['size_ratio']:.2f}", f"{row['time']['ratio']:.2f}"
-            lines.append(table_row(name, file, count, *values))
+            other = row.get("default_sqnr_db", row["sqnr_db"])  # files of ONNX Runtime store how they run
+            sqnr = [f"{row['sqnr_db']:.1f} dB", *[f"{other:.1f} dB"] * has_default]
+            ratios = f"{row['size_ratio']:.3f}", f"{row['time']['ratio']:.2f}"
+            lines.append(table_row(name, file, count, *sqnr, decisions, *ratios))
     return "\n".join(lines)
 
 

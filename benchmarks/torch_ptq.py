@@ -13,10 +13,13 @@ onnx    ``qo.quantize`` of the float ONNX export, for target onnxruntime, with d
 ONNX Runtime runs each file on held-out samples. ``dt.verify`` compares the first two files with their modules. The exit
 code is 1 if a file of ``qt.quantize`` fails verification, or is more than 1 dB below that of ``qo.quantize`` at w8a8.
 ``qo.quantize`` also quantizes operators between layers and prefers 7-bit weights, so its files are faster.
+
+Results are written after each row; rows in FILE that are not measured again are kept.
 """
 
 import argparse
 import copy
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,6 +31,7 @@ import onnx
 import torch
 from networks import NETWORKS
 from results_file import write_result
+from run import environment
 from torch import Tensor, nn
 
 import detent as dt
@@ -138,6 +142,14 @@ def measure(name: str, given: Subject, recipe: str, directory: Path) -> Row:
     return Row(name, recipe, **values, verified=is_ok)
 
 
+def _write(rows: Sequence[Row], output: Path) -> None:
+    """Write the rows, and keep the other rows of the file."""
+    stored = json.loads(output.read_text(encoding="utf-8"))["rows"] if output.is_file() else []
+    merged = {(row["network"], row["recipe"]): row for row in [*stored, *map(asdict, rows)]}
+    ordered = sorted(merged.values(), key=lambda row: ((DEMO, *NETWORKS).index(row["network"]), -ord(row["recipe"][1])))
+    write_result({"environment": environment(), "samples": SAMPLES, "rows": ordered}, output)
+
+
 def main() -> int:
     """Measure all networks, print a row for each, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,15 +157,15 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    rows = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
         for name in options.networks:
             given = subject(name)
             for recipe in options.recipes:
                 rows.append(measure(name, given, recipe, Path(directory)))
                 print(rows[-1], file=sys.stderr)
-    if options.output is not None:
-        write_result({"samples": SAMPLES, "rows": [asdict(row) for row in rows]}, options.output)
+                if options.output is not None:
+                    _write(rows, options.output)
     return 0 if all(row.is_good for row in rows) else 1
 
 

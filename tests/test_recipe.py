@@ -374,11 +374,11 @@ FULL = ("int8/axis0", "uint8/tensor/affine")
         ("w8a8-g64", "int8/group64", "uint8/tensor/affine", False),
         ("fp8", "float8_e4m3fn/axis0", "float8_e4m3fn/tensor", False),
         ("w8a16", "int8/axis0", None, False),
-        ("w4a16", "int4/group128", None, False),
-        ("w4a16-g32", "int4/group32", None, False),
-        ("w4a16-g64", "int4/group64", None, False),
-        ("w4a16-g128", "int4/group128", None, False),
-        ("w3a16", "int3/group128", None, False),
+        ("w4a16", "uint4/group128/affine", None, False),
+        ("w4a16-g32", "uint4/group32/affine", None, False),
+        ("w4a16-g64", "uint4/group64/affine", None, False),
+        ("w4a16-g128", "uint4/group128/affine", None, False),
+        ("w3a16", "uint3/group128/affine", None, False),
     ],
 )
 def test_presets(name, weight, given_, ends):

@@ -397,6 +397,8 @@ def _rows(name: str) -> tuple[str, list[_PresetRow]]:
         group = COMMON_GROUP
     weight = f"int{weight_bits}/axis0" if group is None else f"int{weight_bits}/group{group}"
     if input_bits == FLOAT_BITS:
+        if weight_bits < FULL_BITS:  # a zero point per group lowers the error more than its bits cost
+            weight = f"uint{weight_bits}/group{group}/affine"
         full = f"w{weight_bits}a16" if group is None else f"w{weight_bits}a16-g{group}"
         return full, [("*", weight, None)]
     rows: list[_PresetRow] = [("*", weight, f"uint{input_bits}/tensor/affine")]

@@ -125,7 +125,7 @@ def test_openvino_runs_the_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "opset", "kind"),
-    [("w8a16", 13, TensorProto.UINT8), ("w4a16-g32", 21, TensorProto.INT4), ("w4a8", 21, TensorProto.INT8)],
+    [("w8a16", 13, TensorProto.UINT8), ("w4a16-g32", 21, TensorProto.UINT4), ("w4a8", 21, TensorProto.INT8)],
 )
 def test_recipes_determine_the_opset(recipe, opset, kind, tmp_path):
     m = Maker(opset=13)

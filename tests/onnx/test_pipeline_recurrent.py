@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx_graphs import Maker, weights
 
 import detent as dt
@@ -345,3 +345,40 @@ def test_a_wrong_scale_in_a_subgraph_is_found(subject, tmp_path):
     failure = dt.verify(subject[0], forged).failure
     assert "branch/matmul_1" in failure
     assert "observed range" in failure
+
+
+@pytest.mark.parametrize("part", ["scale", "zero point"])
+@pytest.mark.parametrize("levels", [(1,), (2,)])
+def test_a_changed_activation_quantizer_in_a_subgraph_is_found_by_each_level(part, levels, subject, tmp_path):
+    """Codes in subgraphs are not compared one by one, but the file and the outputs of the subgraph are.
+
+    Level 2 finds only changes that alter an output, so the changed zero point clips half of the values.
+    """
+    model, batches = subject
+    file = qo.load(quantize(subject, tmp_path, prefer="speed").output)
+    graph = Graph(file)
+    inner = [node for outer in graph.nodes for body in subgraphs(outer) for node in body.node]
+    names = [node.input[1 + (part == "zero point")] for node in inner if node.op_type == "QuantizeLinear"]
+    assert len(set(names)) == 2
+    for name in set(names):
+        changed = type(file).FromString(file.SerializeToString())
+        tensor = next(each for each in changed.graph.initializer if each.name == name)
+        value = numpy_helper.to_array(tensor)
+        clipping = np.uint8(0 if value.item() >= 128 else 255)
+        value = value * np.float32(1.5) if part == "scale" else np.full_like(value, clipping)
+        tensor.CopyFrom(numpy_helper.from_array(np.asarray(value), name))
+        assert not dt.verify(model, changed, batches[:2], levels=levels).ok
+    assert dt.verify(model, file, batches[:2], levels=levels).ok
+
+
+def test_a_changed_zero_point_in_a_subgraph_that_alters_no_output_is_found_by_level_1(subject, tmp_path):
+    """Both nodes of a Q/DQ pair share the zero point, so a small change only moves the range."""
+    model, batches = subject
+    file = qo.load(quantize(subject, tmp_path, prefer="speed").output)
+    inner = [node for outer in Graph(file).nodes for body in subgraphs(outer) for node in body.node]
+    name = next(node.input[2] for node in inner if node.op_type == "QuantizeLinear")
+    tensor = next(each for each in file.graph.initializer if each.name == name)
+    value = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array(np.asarray(value + np.uint8(1)), name))
+    assert not dt.verify(model, file, batches[:2]).ok
+    assert not dt.verify(model, file).ok

@@ -979,7 +979,9 @@ def with_matching_digests(model: ModelProto) -> ModelProto:
         if isinstance(value, dict):
             tensor = tensors.get(value["initializer"]) if isinstance(value.get("initializer"), str) else None
             if tensor is not None and "digest" in value:
-                value["digest"] = sha256(np.ascontiguousarray(array_of(tensor)).tobytes()).hexdigest()[:8]
+                values = np.ascontiguousarray(array_of(tensor))
+                values = values.astype(np.int32) if values.dtype.itemsize == 1 else values  # zero points
+                value["digest"] = sha256(values.tobytes()).hexdigest()[:8]
             for each in value.values():
                 refresh(each)
         elif isinstance(value, list):

@@ -12,6 +12,7 @@ from detent.observers.mse import MSE, HistogramObserver, best_params
 from detent.observers.observer import Observer, Range
 from detent.observers.passes import budget, calibrate
 from detent.observers.percentile import Percentile
+from detent.observers.unclipped_search import unclipped_params
 
 __all__ = [
     "MSE",
@@ -28,4 +29,5 @@ __all__ = [
     "best_params",
     "budget",
     "calibrate",
+    "unclipped_params",
 ]

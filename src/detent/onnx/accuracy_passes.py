@@ -7,6 +7,7 @@ choosing kernels        which last layers stay in float, and which get a quantiz
 choosing samples        the samples on which the following passes run the model (``samples``)
 equalization            factors between convolutions (``equalization``)
 SmoothQuant             factors between channels of matmul inputs and weights (``smoothquant``)
+fitting group scales    scales of weight-only matmuls with groups (``group_scales``)
 calibration             nothing; it observes the ranges of activations (``calibration``)
 choosing ranges         which activations may be clipped (``calibration``)
 searching ranges        the margins of ranges, and which activations are clipped (``range_search``)
@@ -70,6 +71,7 @@ from detent.onnx.fast_kernels import (
 )
 from detent.onnx.float_fallback import NEGLIGIBLE_NOISE, NoiseByLayer, choose_float
 from detent.onnx.graph_plan import PREFERENCES, GraphPlan, Preference
+from detent.onnx.group_scales import with_fitted_scales
 from detent.onnx.layer_error import IsolatedLayers, ReferenceOutputs
 from detent.onnx.metric_search import MAX_DROP_REASON, MetricGoal, MetricSearch, ModelTrials, search_float_layers
 from detent.onnx.pass_errors import announce, running
@@ -103,6 +105,7 @@ CALIBRATION_RUNS, RECORDED_RUNS, MEASURED_RUNS = 3.0, 5.0, 80.0
 MIN_SECONDS_ANNOUNCED = 5.0
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
 MAX_CHANGED_NOISE = 0.8  # noise after equalization or SmoothQuant, relative to the noise before (1 dB)
+MAX_FITTED_NOISE = 0.95  # the same limit for scales of groups that fit the data
 MAX_CHANGED_NOISE_SAFE = 0.5  # the same limit if the SQNR is above 30 dB (3 dB)
 MIN_PAIRED_SAMPLES = 8  # on at least as many samples, noise before and after is also compared sample by sample
 MAX_PAIRED_NOISE = 0.95  # the limit of that comparison: upper end of the confidence interval of the mean ratio
@@ -252,13 +255,14 @@ def decide_with_data(
     if graph_plan.own_range_layers:
         with running("calibration of subgraphs"):
             graph_plan = _with_own_ranges(graph_plan, batches, chosen, run.workspace)
+    graph_plan, fitted = _fit_scales(graph_plan, samples, options, run.memory_budget)
     isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
     choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run)
     graph_plan = choice.plan
     facts = replace(facts, data=calibration.fingerprint, equalized=equalized, smoothed=smoothed)
     assembly = _Assembly(facts, calibration, choice.ranges)
     decisions, biases = _with_biases(assembly, graph_plan, isolated, samples, options, original)
-    steps = (*map(str, equalized), *map(str, smoothed), *choice.steps)
+    steps = (*map(str, equalized), *map(str, smoothed), *fitted, *choice.steps)
     for step in steps:
         _log.info("%s", step)
     decided = Decided(decisions, graph_plan, chosen, steps, calibration.summary, goal=goal)
@@ -547,6 +551,29 @@ def _equalize_and_smooth(
                 smoothed, graph_plan = (smoothed, changed) if _is_better(*noises) else ((), graph_plan)
     is_changed = graph_plan.model is not plan.model
     return plan.with_model(graph_plan.model) if is_changed else plan, equalized, smoothed
+
+
+def _fit_scales(
+    graph_plan: GraphPlan, samples: Samples, options: Options, memory_budget: int | None
+) -> tuple[GraphPlan, tuple[str, ...]]:
+    """Fit the scales of weight-only matmuls with groups to the samples, if that lowers the noise at the outputs."""
+    if not options.is_measured:
+        return graph_plan, ()
+    with running("fitting group scales"):
+        changed = with_fitted_scales(graph_plan, samples.fitted, memory_budget)
+        if changed is graph_plan:
+            return graph_plan, ()
+        plans = graph_plan.with_fixed_inputs(), changed.with_fixed_inputs()
+        try:
+            before, after = (fmean(_min_max_noise(plan, samples.evaluated, memory_budget)) for plan in plans)
+        except NotCalibratedError as error:
+            _log.info("group scales were not fitted, because the noise at the outputs cannot be measured: %s", error)
+            return graph_plan, ()
+        change = _percent(before, after)
+        if after > MAX_FITTED_NOISE * before:
+            _log.info("group scales were not fitted, because the noise at the outputs would change by %+.0f %%", change)
+            return graph_plan, ()
+        return changed, (f"fitted the scales of groups: {-change:.0f}% less noise at the outputs",)
 
 
 def _min_max_noises(

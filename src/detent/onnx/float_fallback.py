@@ -135,7 +135,8 @@ class NoiseByLayer:
             self._ratios[self._all, i] = self._references.noise(i, outputs)
         self._new_params: dict[str, QuantParams] = {}  # set by set_params, by flag
         self._remote: RemoteNoise | None = None
-        if workspace is not None and self._outputs and samples:
+        # Workers compute the scales of weights themselves, but know nothing of scales that fit the data.
+        if workspace is not None and self._outputs and samples and not plan.has_fitted_scales:
             model, names = workspace.add_model(plan.model), list(self._weights)
             self._remote = RemoteNoise(workspace, model, names, switches, plan.target.name, self._outputs, samples)
         if self._outputs and not self.count:

@@ -16,7 +16,7 @@ from onnx import ModelProto
 
 from detent.errors import RangeError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
-from detent.observers import best_params
+from detent.observers import best_params, unclipped_params
 from detent.onnx.decisions import QuantizerPlacement, RangeDecision
 from detent.onnx.placement import place_quantizers
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of, describe, subgraphs
@@ -50,6 +50,10 @@ Preference = Literal["speed", "balanced", "accuracy"]
 PREFERENCES: tuple[Preference, ...] = ("speed", "balanced", "accuracy")
 
 MINMAX_BITS = 8  # weights with at least 8 bits get their min-max range; with fewer bits, their MSE-optimal range
+# Weights with at least so many bits, in groups of at most so many values, are not clipped: clipping lowers the error of
+# groups little, and its errors all make outputs smaller, while errors of rounding cancel out. In a BERT of 16
+# layers with 4 bits and groups of 128, the SQNR of the outputs is 2.7 dB higher without clipping.
+MIN_UNCLIPPED_BITS, MAX_UNCLIPPED_GROUP = 4, 256
 WEIGHT_ONLY = "only its weight is quantized"  # start of a note
 PADDED = "ONNX files store its weight in"  # start of a note
 SLOW_BITS = 16  # ONNX Runtime has no integer kernels for 16-bit activations on CPUs
@@ -159,6 +163,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
         layers: one row per layer.
         model: the prepared model.
         last_layers: names of layers with a quantized output although no quantized layer comes after them.
+        has_fitted_scales: whether scales of weights depend on the data (``group_scales``).
 
     >>> from onnx import parser
     >>> graph_plan = plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -176,6 +181,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
     layers: tuple[LayerPlan, ...]
     model: ModelProto = field(repr=False, compare=False)
     last_layers: frozenset[str] = frozenset()
+    has_fitted_scales: bool = False
     _weight_params: dict[tuple[str, QuantSpec], QuantParams] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -204,12 +210,21 @@ class GraphPlan(PlanTotals[LayerPlan]):
             why = f"it is kept in float: {line.reason}" if line.reason else f"it is {TWO_ACTIVATIONS}"
             raise SpecError(f"layer {line.name!r} has no weight parameters, because {why}")
         key = self.layers_by_name[line.name].weight, line.weight
+        try:
+            return self.known_params(*key)
+        except RangeError as error:
+            raise RangeError(f"weight {key[0]!r} of layer {line.name!r}: {error}") from error
+
+    def known_params(self, weight: str, spec: QuantSpec) -> QuantParams:
+        """Return the parameters of a weight; they are computed once."""
+        key = weight, spec
         if key not in self._weight_params:
-            try:
-                self._weight_params[key] = weight_params(self.graph.array(key[0]), line.weight)
-            except RangeError as error:
-                raise RangeError(f"weight {key[0]!r} of layer {line.name!r}: {error}") from error
+            self._weight_params[key] = weight_params(self.graph.array(weight), spec)
         return self._weight_params[key]
+
+    def with_weight_params(self, params: Mapping[tuple[str, QuantSpec], QuantParams]) -> "GraphPlan":
+        """Return this plan with other parameters of some weights, by name and spec of the weight."""
+        return replace(self, has_fitted_scales=True, _weight_params={**self._weight_params, **params})
 
     def with_model(self, model: ModelProto) -> "GraphPlan":
         """Return this plan for a model with the same layers and different weights."""
@@ -651,7 +666,14 @@ def dynamic_problem(spec: QuantSpec, weight: QuantSpec, layer: Layer) -> str:
 
 
 def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:
-    """Compute the parameters of a weight, from the min-max range or, below 8 bits, with the least squared error."""
+    """Compute the parameters of a weight.
+
+    Weights with at least 8 bits have their min-max range. With fewer bits, scales have the least squared error; in
+    groups, the least one without clipping.
+    """
     if spec.bits >= MINMAX_BITS:
         return QuantParams.from_data(spec, weight)
+    kind = spec.granularity
+    if isinstance(kind, PerGroup) and kind.size <= MAX_UNCLIPPED_GROUP and spec.bits >= MIN_UNCLIPPED_BITS:
+        return unclipped_params(weight, spec)
     return best_params(weight, spec)

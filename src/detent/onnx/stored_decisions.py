@@ -5,7 +5,7 @@ The decisions are stored as the JSON of ``Decisions``, with six changes that shr
 - Fields of the metadata entry ``detent`` (target, source, data, recipe, options, version of detent) are not repeated.
 - Fields with default values are left out, and so is a placement's ``group`` if it is the placement's own tensor.
 - An array is written in one of three forms:
-  ``{"initializer": name, "shape": [...], "digest": ...}``  a constant of the file, with a digest of its bytes
+  ``{"initializer": name, "shape": [...], "digest": ...}``  a constant of the file, with a digest of its values
   ``{"fill": number, "dtype": ..., "shape": [...]}``        one number repeated; dtype is left out for float32
   ``{"base85": text, "dtype": ..., "shape": [...]}``        its little-endian bytes (see ``base64.b85decode``)
 - Zero points are left out if all of them are 0. Float32 numbers have only as many digits as they need.
@@ -58,7 +58,10 @@ _PARTS = {
     "placements": QuantizerPlacement,
     "ranges": RangeDecision,
 }
-_KINDS = {TensorProto.FLOAT: "float32", TensorProto.INT32: "int32", TensorProto.DOUBLE: "float64"}
+_SMALL = (TensorProto.INT4, TensorProto.UINT4, TensorProto.INT8, TensorProto.UINT8)  # zero points in the file
+_KINDS = {TensorProto.FLOAT: "float32", TensorProto.INT32: "int32", TensorProto.DOUBLE: "float64"} | dict.fromkeys(
+    _SMALL, "int32"
+)  # types of constants that decisions refer to, and the dtype of the array in the decisions
 _DTYPES = ("float32", "float64", "int32", "uint8")
 _FLOAT32 = ("scale", "observed_range", "input_range")  # fields with one or two float32 numbers
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -268,6 +271,11 @@ def _little_endian(values: Array) -> bytes:
     return np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
+def _values(tensor: TensorProto) -> Array:
+    """Return the values of a constant, in the dtype that decisions have."""
+    return np.asarray(array_of(tensor)).astype(_KINDS[tensor.data_type], copy=False)
+
+
 class _Initializers:
     """Writer of arrays as JSON.
 
@@ -279,7 +287,7 @@ class _Initializers:
         self._names: dict[tuple[str, bytes], TensorProto] = {}
         for tensor in model.graph.initializer:
             if tensor.data_type in _KINDS and prod(tensor.dims) in sizes:
-                self._names.setdefault((_KINDS[tensor.data_type], _little_endian(array_of(tensor))), tensor)
+                self._names.setdefault((_KINDS[tensor.data_type], _little_endian(_values(tensor))), tensor)
 
     def write(self, values: Array) -> dict[str, Any]:
         content, layout = _little_endian(values), {"shape": list(values.shape), **_dtype_entry(values)}
@@ -358,10 +366,10 @@ class _Reader:
         tensor = self._tensors.get(name) if isinstance(name, str) else None
         if tensor is None or tensor.data_type not in _KINDS:
             raise FileFormatError(
-                f"'initializer' must be the name of a float32 or int32 constant in the file, got {name!r:.60}"
+                f"'initializer' must be the name of a float or integer constant in the file, got {name!r:.60}"
             )
         shape = self._shape(list(tensor.dims) if entry["shape"] is None else entry["shape"])
-        values = array_of(tensor)
+        values = _values(tensor)
         if prod(shape) != values.size:
             raise FileFormatError(f"got shape {shape} for constant {name!r}, which has shape {tuple(tensor.dims)}")
         digest = _digest(_little_endian(values))
