@@ -20,7 +20,7 @@ A layer in a subgraph of If, Loop or Scan has the name ``<outer node>/<node>``. 
 graph, if ``subgraph_weights`` could move it there.
 
 Recurrent layers, layers in subgraphs, and layers that share their weight with a subgraph are weight-only. The exception
-are MatMuls, whose inputs can be quantized, too (``has_integer_form``).
+are MatMuls without a bias, whose inputs can be quantized, too (``has_integer_form``).
 
 A MatMul of two activations, as in attention, is a layer without a weight. Rules match it as MatMul and
 ActivationMatMul.
@@ -183,6 +183,20 @@ def _layer(graph: Graph, node: NodeProto) -> Layer:
     )
 
 
+def _has_bias(graph: Graph, matmul: NamedNode) -> bool:
+    """Return whether a constant, or an input of the subgraph, is added to a MatMul in a subgraph.
+
+    ONNX Runtime merges both to a Gemm if the data have two axes. The Gemm would run in float, and dequantize its weight
+    in each step of a loop.
+    """
+    if matmul.outer is None:
+        return False
+    result = matmul.node.output[0]
+    additions = (each.node for each in all_nodes([matmul.outer]) if each.node.op_type == "Add")
+    added = {name for node in additions if result in node.input for name in node.input}
+    return any(name in graph.constants or name in matmul.carried for name in added)
+
+
 def _weight_only(graph: Graph, named: NamedNode, position: int, part: str = "") -> Layer:
     """Return a layer whose weight is dequantized before the node runs; ``part`` is "W" or "R" if it is recurrent."""
     node, op = named.node, named.node.op_type
@@ -195,7 +209,7 @@ def _weight_only(graph: Graph, named: NamedNode, position: int, part: str = "") 
         return Layer(node, name, (op,), reason=reason, position=position, outer=named.outer, is_weight_only=True)
     shape = tuple(graph.constants[weight].dims)
     readers = [each for each in all_nodes(graph.consumers(weight)) if weight in each.node.input]
-    has_integer_form = all(reader.node.op_type == "MatMul" for reader in readers)
+    has_integer_form = all(reader.node.op_type == "MatMul" and not _has_bias(graph, reader) for reader in readers)
     return Layer(
         node,
         name,
