@@ -210,16 +210,11 @@ class GraphPlan(PlanTotals[LayerPlan]):
             why = f"it is kept in float: {line.reason}" if line.reason else f"it is {TWO_ACTIVATIONS}"
             raise SpecError(f"layer {line.name!r} has no weight parameters, because {why}")
         key = self.layers_by_name[line.name].weight, line.weight
-        try:
-            return self.known_params(*key)
-        except RangeError as error:
-            raise RangeError(f"weight {key[0]!r} of layer {line.name!r}: {error}") from error
-
-    def known_params(self, weight: str, spec: QuantSpec) -> QuantParams:
-        """Return the parameters of a weight; they are computed once."""
-        key = weight, spec
         if key not in self._weight_params:
-            self._weight_params[key] = weight_params(self.graph.array(weight), spec)
+            try:
+                self._weight_params[key] = weight_params(self.graph.array(key[0]), line.weight)
+            except RangeError as error:
+                raise RangeError(f"weight {key[0]!r} of layer {line.name!r}: {error}") from error
         return self._weight_params[key]
 
     def with_weight_params(self, params: Mapping[tuple[str, QuantSpec], QuantParams]) -> "GraphPlan":

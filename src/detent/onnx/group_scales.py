@@ -52,20 +52,23 @@ def with_fitted_scales(plan: GraphPlan, samples: Sequence[Feed], memory_budget: 
 
     ``memory_budget`` limits the bytes of activations that are recorded at once.
     """
+    lines: dict[Key, LayerPlan] = {}
     inputs: dict[Key, list[str]] = {}
     for line in plan.quantized:
         if line.weight is not None and _is_fitted(plan, line):
             layer = plan.layers_by_name[line.name]
+            lines.setdefault((layer.weight, line.weight), line)
             inputs.setdefault((layer.weight, line.weight), []).append(layer.data)
     if not inputs or not samples:
         return plan
     moments = _second_moments(plan, [name for names in inputs.values() for name in names], samples, memory_budget)
     fitted: dict[Key, QuantParams] = {}
     for key, names in inputs.items():
-        measured = [moments[name] for name in names if name in moments]
-        if measured and sum(each.rows for each in measured):
-            total = _Moments(sum(each.sums for each in measured), sum(each.rows for each in measured))
-            fitted[key] = _fitted(plan.graph.array(key[0]), plan.known_params(*key), _group_size(key[1]), total)
+        measured = [moments[name] for name in names if name in moments and moments[name].rows]
+        if measured:
+            total = _Moments(np.sum([each.sums for each in measured], axis=0), sum(each.rows for each in measured))
+            start = plan.weight_params(lines[key])
+            fitted[key] = _fitted(plan.graph.array(key[0]), start, _group_size(key[1]), total)
     return plan.with_weight_params(fitted) if fitted else plan
 
 
