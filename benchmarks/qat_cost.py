@@ -25,7 +25,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -238,10 +238,10 @@ def memory_rows(model: str, workload: Workload, names: list[str], settings: Sett
     return rows
 
 
-def start_runs(workload: Workload, settings: Settings) -> tuple[list[TrainingRun], list[str]]:
-    """Start the float model and all tools; return the runs, and the reasons why tools were skipped."""
+def start_runs(workload: Workload, settings: Settings, tools: Iterable[str]) -> tuple[list[TrainingRun], list[str]]:
+    """Start the float model and the tools; return the runs, and the reasons why tools were skipped."""
     runs, skipped = [start_run(FLOAT, workload, settings)], []
-    for name in TOOLS:
+    for name in tools:
         try:
             runs.append(start_run(name, workload, settings))
         except SkippedError as reason:
@@ -281,11 +281,12 @@ def merged(old: dict, new: dict) -> dict:
     return result
 
 
-def main() -> None:
-    """Run the benchmark and write the results."""
+def parsed_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Cost of quantization-aware training.")
     parser.add_argument("--quick", action="store_true", help="few rounds")
     parser.add_argument("--only", nargs="+", choices=MODELS, help="models to measure; default: all")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, help="tools to measure; default: all")
     parser.add_argument("--merge", action="store_true", help="keep the output file's rows of other models and layouts")
     parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads; default: 1 and all")
     parser.add_argument("--rounds", type=int, help="timed steps per tool")
@@ -293,7 +294,12 @@ def main() -> None:
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="wall time, or CPU time of all threads")
     parser.add_argument("--channels-last", action="store_true", help="memory format of models and images")
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the benchmark and write the results."""
+    arguments = parsed_arguments()
     silence_warnings()
     patience, counts = arguments.patience, arguments.threads or sorted({1, dt.get_num_threads()})
     result = environment() | {"quick": arguments.quick, "titles": {}, "skipped": [], "rows": [], "memory": []}
@@ -306,7 +312,7 @@ def main() -> None:
             continue
         result["titles"][key] = workload.title
         use_threads(1)
-        runs, skipped = start_runs(workload, settings)
+        runs, skipped = start_runs(workload, settings, arguments.tools or TOOLS)
         names = [one.name for one in runs]
         result["skipped"] += [f"{key}: {reason}" for reason in skipped]
         for threads in counts:

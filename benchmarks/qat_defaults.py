@@ -113,9 +113,9 @@ def measure(task: str, seed: int, budget: Budget, directory: Path | None = None)
     torch.set_num_threads(1)
     dt.set_num_threads(1)
     parts = Parts(directory, budget)
-    known = {run: parts.row(task, seed, run) for run in (START, *RUNS)}
-    if all(row is not None for row in known.values()):
-        return [row for row in known.values() if row is not None]
+    finished = {run: parts.row(task, seed, run) for run in (START, *RUNS)}
+    if all(row is not None for row in finished.values()):
+        return [row for row in finished.values() if row is not None]
     data_name, make = TASKS[task]
     data, test = load(data_name)
     data = Pair(data.images[: budget.images], data.labels[: budget.images])
@@ -123,7 +123,7 @@ def measure(task: str, seed: int, budget: Budget, directory: Path | None = None)
     checkpoint = parts.checkpoint(task, seed, lambda: train(make(), data, budget.epochs, seed), make())
     rows = []
     for run in (START, *RUNS):
-        row = known[run]
+        row = finished[run]
         if row is None:
             row = _row(task, seed, run, checkpoint, data, test, budget)
             parts.keep(task, seed, run, row)

@@ -66,7 +66,7 @@ def result_has_both(result: dict, model: str) -> bool:
 
 
 def step_goal(tool: str, model: str, layout: str) -> float | None:
-    """Return the goal for a step of detent, as a multiple of the float step; None if there is none."""
+    """Return the goal for a step of detent, as a multiple of the float step; None for a row without a goal."""
     goals = {OURS: QAT_STEP, INTEGER: QAT_INTEGER[layout]}
     for name, base in ((LEARNED, OURS), (INTEGER_LEARNED, INTEGER)):
         goals[name] = {key: round(value + QAT_LEARNED, 2) for key, value in goals[base].items()}

@@ -72,8 +72,8 @@ def reestimate_norms(model: nn.Module, batches: Iterable[object]) -> nn.Module:
             norm.momentum = momentum
     if not count:
         raise RangeError("got no batch, expected at least one: pass training data")
-    for norm, found in statistics.items():
-        found.store(norm)
+    for norm, sums in statistics.items():
+        sums.store(norm)
     return model
 
 
