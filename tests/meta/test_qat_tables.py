@@ -34,7 +34,7 @@ def test_tables_are_rendered_from_the_committed_results(render, cost, accuracy):
 
 def test_a_slow_step_is_marked(render, cost, accuracy):
     for row in cost["rows"]:
-        row["ratio"] = 1.0
+        row["ratio"] = 0.5
     assert "(not met)" not in render.rendered(cost, accuracy)["cost"]
     next(row for row in cost["rows"] if row["tool"] == "detent")["ratio"] = 9.87
     assert "9.87 (not met)" in render.rendered(cost, accuracy)["cost"]
