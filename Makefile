@@ -83,7 +83,8 @@ bench-quick: $(STAMP) ## run a small part of the kernel benchmark; takes under a
 
 # Without QUIET, because users do not set it, and in a training step the threads of torch and of detent take turns.
 bench-qat: $(TOOLED) ## measure step time, memory and accuracy of QAT with detent and other tools; update the tables
-	$(BENCH) benchmarks/qat_cost.py --patience 120 --output benchmarks/results/qat_cost.json
+	$(BENCH) benchmarks/qat_cost.py --patience 120 --clock cpu --output benchmarks/results/qat_cost.json
+	$(BENCH) benchmarks/qat_cost.py --channels-last --clock cpu --merge --output benchmarks/results/qat_cost.json
 	$(BENCH) benchmarks/qat_accuracy.py --other-tools --output benchmarks/results/qat_accuracy.json
 	$(RUN) benchmarks/render_qat.py
 	$(RUN) benchmarks/render_readme.py

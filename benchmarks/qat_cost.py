@@ -2,13 +2,15 @@
 
 ::
 
-    python benchmarks/qat_cost.py [--quick] [--only MODEL] [--channels-last] [--clock cpu] [--output FILE]
+    python benchmarks/qat_cost.py [--quick] [--only MODEL ...] [--channels-last] [--clock cpu] [--output FILE] [--merge]
 
 A step is forward, cross entropy, backward and SGD with momentum. Tools take turns in one process, and a float step runs
 before and after each step of a tool. A ratio is the time of a step divided by the mean time of these two float steps;
 the table shows the median ratio. Everything runs with one thread, and then with all threads. With ``--clock cpu``, a
 step's time is the CPU time of all threads, for machines that run other work, too. With ``--channels-last``, models and
-images are in this memory format, the float model included.
+images are in this memory format, the float model included; models without images are left out. With ``--merge``, rows
+of the same models, layout and threads in the output file are replaced, and the others stay, so that a run can be done
+in parts.
 
 Saved bytes are the storages that autograd keeps for backward, each counted once, without parameters. Memory that a
 layer keeps in other ways is not counted. So a second value is measured with the C library's allocator: the bytes
@@ -23,7 +25,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -98,6 +100,22 @@ class Settings:
     clock: str = "wall"
     channels_last: bool = False
 
+    def facts(self) -> dict[str, str]:
+        """Return what rows say about the settings."""
+        return {"layout": "channels last" if self.channels_last else "NCHW", "clock": self.clock}
+
+
+def settle_norms(model: nn.Module, inputs: Tensor) -> None:
+    """Give batch norms the statistics of the batch, as in a trained model; calibration in evaluation mode uses them."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad():
+        model(inputs)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+
 
 def start_run(name: str, workload: Workload, settings: Settings) -> TrainingRun:
     """Prepare a model and run the warm-up steps."""
@@ -107,6 +125,7 @@ def start_run(name: str, workload: Workload, settings: Settings) -> TrainingRun:
             model.to(memory_format=torch.channels_last),
             inputs.contiguous(memory_format=torch.channels_last),
         )
+    settle_norms(model, inputs)
     if name != FLOAT:
         model = TOOLS[name](model, inputs, 8).train()
     one = TrainingRun(name, model, (inputs, targets), CLOCKS[settings.clock])
@@ -219,10 +238,10 @@ def memory_rows(model: str, workload: Workload, names: list[str], settings: Sett
     return rows
 
 
-def start_runs(workload: Workload, settings: Settings) -> tuple[list[TrainingRun], list[str]]:
-    """Start the float model and all tools; return the runs, and the reasons why tools were skipped."""
+def start_runs(workload: Workload, settings: Settings, tools: Iterable[str]) -> tuple[list[TrainingRun], list[str]]:
+    """Start the float model and the tools; return the runs, and the reasons why tools were skipped."""
     runs, skipped = [start_run(FLOAT, workload, settings)], []
-    for name in TOOLS:
+    for name in tools:
         try:
             runs.append(start_run(name, workload, settings))
         except SkippedError as reason:
@@ -245,30 +264,55 @@ def table(result: dict) -> str:
     return "\n".join(lines + [f"skipped: {reason}" for reason in result["skipped"]])
 
 
-def main() -> None:
-    """Run the benchmark and write the results."""
+def merged(old: dict, new: dict) -> dict:
+    """Return the new results, and those rows of the old ones that were not measured again."""
+    result = dict(new)
+    for part, keys in (("rows", ("model", "layout", "threads")), ("memory", ("model", "layout"))):
+        measured = {tuple(row[key] for key in keys) for row in new[part]}
+        kept = [row for row in old[part] if tuple(row[key] for key in keys) not in measured]
+        order = list(MODELS)
+        rows = sorted(
+            kept + new[part], key=lambda row: (order.index(row["model"]), row["layout"], row.get("threads", 0))
+        )
+        result[part] = rows
+    result["titles"] = {key: MODELS[key].title for key in MODELS if key in {**old["titles"], **new["titles"]}}
+    result["skipped"] = sorted({*old["skipped"], *new["skipped"]})
+    result["quick"] = old["quick"] or new["quick"]
+    return result
+
+
+def parsed_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Cost of quantization-aware training.")
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--only", default="", choices=["", *MODELS], help="measure one model")
+    parser.add_argument("--only", nargs="+", choices=MODELS, help="models to measure; default: all")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, help="tools to measure; default: all")
+    parser.add_argument("--merge", action="store_true", help="keep the output file's rows of other models and layouts")
     parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads; default: 1 and all")
     parser.add_argument("--rounds", type=int, help="timed steps per tool")
     parser.add_argument("--patience", type=float, default=0.0, help="total seconds to wait for an idle machine")
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="wall time, or CPU time of all threads")
     parser.add_argument("--channels-last", action="store_true", help="memory format of models and images")
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the benchmark and write the results."""
+    arguments = parsed_arguments()
     silence_warnings()
     patience, counts = arguments.patience, arguments.threads or sorted({1, dt.get_num_threads()})
     result = environment() | {"quick": arguments.quick, "titles": {}, "skipped": [], "rows": [], "memory": []}
     settings = Settings(arguments.clock, arguments.channels_last)
-    result |= {"clock": settings.clock, "channels_last": settings.channels_last}
     result["versions"] |= versions()
     for key, workload in MODELS.items():
-        if arguments.only not in {"", key}:
+        if arguments.only and key not in arguments.only:
+            continue
+        if settings.channels_last and workload.batch()[0].ndim != PICTURES:
             continue
         result["titles"][key] = workload.title
         use_threads(1)
-        runs, skipped = start_runs(workload, settings)
+        runs, skipped = start_runs(workload, settings, arguments.tools or TOOLS)
         names = [one.name for one in runs]
         result["skipped"] += [f"{key}: {reason}" for reason in skipped]
         for threads in counts:
@@ -276,12 +320,14 @@ def main() -> None:
             patience = await_quiet(patience)
             use_threads(threads)
             pairs = time_in_turns(runs, arguments.rounds or (3 if arguments.quick else 25))
-            result["rows"] += time_rows(key, threads, pairs)
+            result["rows"] += [row | settings.facts() for row in time_rows(key, threads, pairs)]
         use_threads(1)
         del runs
-        result["memory"] += memory_rows(key, workload, names, settings)
+        result["memory"] += [row | settings.facts() for row in memory_rows(key, workload, names, settings)]
     print(table(result))
     if arguments.output:
+        if arguments.merge and arguments.output.exists():
+            result = merged(json.loads(arguments.output.read_text(encoding="utf-8")), result)
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

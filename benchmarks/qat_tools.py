@@ -164,7 +164,7 @@ def _brevitas_layer(qnn: object, layer: nn.Module, options: dict) -> nn.Module:
     biased = layer.bias is not None
     if isinstance(layer, nn.Linear):
         return qnn.QuantLinear(layer.in_features, layer.out_features, bias=biased, **options)
-    sizes = {"stride": layer.stride, "padding": layer.padding, "bias": biased}
+    sizes = {"stride": layer.stride, "padding": layer.padding, "groups": layer.groups, "bias": biased}
     return qnn.QuantConv2d(layer.in_channels, layer.out_channels, layer.kernel_size, **sizes, **options)
 
 

@@ -11,14 +11,15 @@ import json
 from pathlib import Path
 from statistics import mean
 
-from goals import QAT_POINTS, QAT_SAVED, QAT_STEP
+from goals import QAT_INTEGER, QAT_LEARNED, QAT_POINTS, QAT_SAVED, QAT_STEP
 from page import placed, table_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 COST = ROOT / "benchmarks" / "results" / "qat_cost.json"
 ACCURACY = ROOT / "benchmarks" / "results" / "qat_accuracy.json"
-OURS = "detent"
+OURS, LEARNED = "detent", "detent, learned scales"
+INTEGER, INTEGER_LEARNED = "detent, integer products", "detent, integer and learned"
 CONTINUED = "float, same epochs"
 DATA = {"mnist": "MNIST", "fashion": "Fashion-MNIST"}
 
@@ -29,62 +30,70 @@ def rendered(cost: dict, accuracy: dict) -> dict[str, str]:
 
 
 def _cost(result: dict) -> str:
-    """Render step times relative to the float step: a row per tool, a column per model and number of threads."""
+    """Render step times relative to the float step: a table per number of threads, a row per model and layout."""
     machine, versions = result["machine"], result["versions"]
     names = ("torch", "torchao", "brevitas", "nvidia-modelopt")
-    first = (
-        f"{machine['cpu']} ({machine['level']}), load average {machine['load_average']:g} at the start, "
-        f"{result['date']}; " + ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
+    first = f"{machine['cpu']} ({machine['level']}), {result['date']}; " + ", ".join(
+        f"{name} {versions[name]}" for name in names if versions.get(name)
     )
-    rows_by_key = {(row["tool"], row["model"], row["threads"]): row for row in result["rows"]}
-    columns = list(dict.fromkeys((model, threads) for _, model, threads in rows_by_key))
-    heads = [f"{model}, {threads} thread{'s' * (threads > 1)}" for model, threads in columns]
-    plain = [_float(model, threads, rows_by_key) for model, threads in columns]
-    lines = [
-        first,
-        "",
-        table_row("step time / float step time (lower is better)", *heads),
-        "|---|" + "--:|" * len(columns),
-        table_row("float", *plain),
-    ]
-    for tool in dict.fromkeys(name for name, _, _ in rows_by_key):
-        cells = []
-        for model, threads in columns:
-            row = rows_by_key.get((tool, model, threads))
-            cells.append("" if row is None else _marked(row["ratio"], QAT_STEP if tool == OURS else None))
-        lines.append(table_row(_bold(tool), *cells))
-    lines += ["", f"Goal for detent: at most {QAT_STEP:g}. " + _titles(result)]
-    return "\n".join(lines)
+    lines = [first]
+    for threads in sorted({row["threads"] for row in result["rows"]}):
+        lines += ["", *_times(result, threads)]
+    return "\n".join([*lines, "", _titles(result)])
 
 
-def _float(model: str, threads: int, rows_by_key: dict) -> str:
-    """Format the milliseconds of the float step, a mean over the rounds of all tools."""
-    return f"{mean(row['float_ms'] for (_, m, t), row in rows_by_key.items() if (m, t) == (model, threads)):.0f} ms"
+def _times(result: dict, threads: int) -> list[str]:
+    rows_by_key = {
+        (row["model"], row["layout"], row["tool"]): row for row in result["rows"] if row["threads"] == threads
+    }
+    tools = list(dict.fromkeys(tool for _, _, tool in rows_by_key))
+    head = f"{threads} thread{'s' * (threads > 1)}: step / float step (lower is better)"
+    lines = [table_row(head, "float", *map(_bold, tools)), "|---|" + "--:|" * (1 + len(tools))]
+    for model, layout in dict.fromkeys((model, layout) for model, layout, _ in rows_by_key):
+        own = {tool: rows_by_key.get((model, layout, tool)) for tool in tools}
+        plain = mean(row["float_ms"] for row in own.values() if row is not None)
+        cells = [
+            "" if row is None else _marked(row["ratio"], step_goal(tool, model, layout)) for tool, row in own.items()
+        ]
+        name = f"{model}, {layout}" if result_has_both(result, model) else model
+        lines.append(table_row(name, f"{plain:.3g} ms", *cells))
+    return lines
+
+
+def result_has_both(result: dict, model: str) -> bool:
+    """Return whether a model was measured in both memory formats."""
+    return len({row["layout"] for row in result["rows"] if row["model"] == model}) > 1
+
+
+def step_goal(tool: str, model: str, layout: str) -> float | None:
+    """Return the goal for a step of detent, as a multiple of the float step; None for a row without a goal."""
+    goals = {OURS: QAT_STEP, INTEGER: QAT_INTEGER[layout]}
+    for name, base in ((LEARNED, OURS), (INTEGER_LEARNED, INTEGER)):
+        goals[name] = {key: round(value + QAT_LEARNED, 2) for key, value in goals[base].items()}
+    return goals.get(tool, {}).get(model)
 
 
 def _memory(result: dict) -> str:
     """Render bytes kept for backward ("saved") and bytes allocated by a step ("alive"), relative to the float model."""
-    rows_by_key = {(row["tool"], row["model"]): row for row in result["memory"]}
-    models = list(dict.fromkeys(model for _, model in rows_by_key))
-    heads = [f"{model}, {kind}" for model in models for kind in ("saved", "alive")]
-    lines = [table_row("bytes / bytes of float (lower is better)", *heads), "|---|" + "--:|" * len(heads)]
-    for tool in dict.fromkeys(name for name, _ in rows_by_key):
-        cells = []
-        for model in models:
-            cells += _bytes(rows_by_key.get((tool, model)), tool)
-        lines.append(table_row(_bold(tool), *cells))
+    rows_by_key = {(row["tool"], row["model"]): row for row in result["memory"] if row["layout"] == "NCHW"}
+    tools = [tool for tool in dict.fromkeys(name for name, _ in rows_by_key) if tool != "float"]
+    lines = [
+        table_row("saved / alive, relative to float (lower is better)", "float, saved", *map(_bold, tools)),
+        "|---|" + "--:|" * (1 + len(tools)),
+    ]
+    for model in dict.fromkeys(model for _, model in rows_by_key):
+        cells = [_bytes(rows_by_key.get((tool, model)), tool) for tool in tools]
+        lines.append(table_row(model, _megabytes(rows_by_key["float", model]["saved_bytes"]), *cells))
     lines += ["", f"Goal for *saved* of detent: at most {QAT_SAVED:g}."]
     return "\n".join(lines)
 
 
-def _bytes(row: dict | None, tool: str) -> list[str]:
+def _bytes(row: dict | None, tool: str) -> str:
     if row is None:
-        return ["", ""]
-    if tool == "float":
-        return [_megabytes(row["saved_bytes"]), _megabytes(row["held_bytes"])]
+        return ""
     held = row.get("held_ratio")
     saved = _marked(row["saved_ratio"], QAT_SAVED if tool.startswith(OURS) else None)
-    return [saved, "" if held is None else f"{held:.2f}"]
+    return saved if held is None else f"{saved} / {held:.2f}"
 
 
 def _accuracy(result: dict) -> str:

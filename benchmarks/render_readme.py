@@ -22,7 +22,7 @@ HOWTO = ROOT / "docs" / "howto"
 README_LINK, HOWTO_LINK = "docs/benchmarks.md", "../benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 LARGE_SIZE = 2**24
-LEARNED = "detent, learned scales"
+LEARNED, INTEGER = "detent, learned scales", "detent, integer products"
 BITS = (4, 2)
 TOOLS = ("brevitas", "torch.ao FX")  # the same benchmark trains with these tools at these bits
 
@@ -90,11 +90,13 @@ def _accuracy(result: dict) -> str:
 
 def _cost(result: dict) -> str:
     """Compare time and memory of a QAT step with the float step."""
-    times = {tool: _span(row["ratio"] for row in result["rows"] if row["tool"] == tool) for tool in (OURS, LEARNED)}
+    tools = (OURS, LEARNED, INTEGER)
+    times = {tool: _span(row["ratio"] for row in result["rows"] if row["tool"] == tool) for tool in tools}
     saved = _span(row["saved_ratio"] for row in result["memory"] if row["tool"] in times)
     return (
-        "**QAT cost** of three models, with 1 and 2 threads, compared with float: a training step takes "
-        f"{times[OURS]} times as long with EMA scales, and {times[LEARNED]} times as long with learned scales. "
+        f"**QAT cost** of {len(result['titles'])} models in CPU time, compared with float: a training step takes "
+        f"{times[OURS]} times as long with EMA scales, {times[LEARNED]} times with learned scales, and "
+        f"{times[INTEGER]} times with EMA scales and integer products (VNNI). "
         f"The memory kept for backward is {saved} times that of float (lower is better). "
         "[Table](../benchmarks.md#qat-cost)"
     )

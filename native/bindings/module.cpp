@@ -1,12 +1,14 @@
 // detent._native: the Python bindings of the kernels.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
 #include <stdexcept>
 
 #include "launch.hpp"
+#include "layer_step.hpp"
 #include "runner.hpp"
 
 namespace {
@@ -205,4 +207,20 @@ NB_MODULE(_native, m) {
       .def("observe", &Runner::observe)
       .def("histogram", &Runner::histogram)
       .def("best_scales", &Runner::best_scales);
+  nb::class_<StepValues>(m, "StepValues")
+      .def_ro("clips", &StepValues::clips)
+      .def_ro("has_bias_codes", &StepValues::has_bias_codes)
+      .def_ro("zero_point", &StepValues::zero_point)
+      .def_ro("x_scale", &StepValues::x_scale)
+      .def_ro("x_zero", &StepValues::x_zero)
+      .def_ro("w_scale", &StepValues::w_scale)
+      .def_ro("w_zero", &StepValues::w_zero)
+      .def_ro("factor", &StepValues::factor);
+  nb::class_<LayerStep>(m, "LayerStep")
+      .def(nb::init<nb::object, nb::object, const nb::dict&>())
+      .def("forward", &LayerStep::forward)
+      .def("finish", &LayerStep::finish)
+      .def("operands", &LayerStep::operands)
+      .def("clear", &LayerStep::clear)
+      .def("learned", &LayerStep::learned);
 }

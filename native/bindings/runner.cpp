@@ -111,11 +111,15 @@ int64_t Runner::code_bytes() const {
 bool Runner::run(Call& call, Kernel kernel, const Input& scale, const Input& zero) const {
   require_bytes("scale", scale.nbytes(), set_bytes());
   require_bytes("zero point", zero.nbytes(), set_bytes());
-  std::atomic<bool> saw_nan{false};
-  call.scale = scale.data();
-  call.zero = zero.data();
-  call.saw_nan = &saw_nan;
   nb::gil_scoped_release unlocked;
+  return run_at(call, kernel, scale.data(), zero.data());
+}
+
+bool Runner::run_at(Call& call, Kernel kernel, const void* scale, const void* zero) const {
+  std::atomic<bool> saw_nan{false};
+  call.scale = scale;
+  call.zero = zero;
+  call.saw_nan = &saw_nan;
   launch(call, kernel, call.layout.size, kGrain, call.layout.size);
   return saw_nan.load();
 }
@@ -211,24 +215,30 @@ void Runner::learned(const Input& g, const Input& x, const Input& scale, const I
   require_bytes("zero point", zero.nbytes(), set_bytes());
   require_bytes("the scale's gradient", of_scale.nbytes(), 8 * sets_);
   require_bytes("the zero point's gradient", of_zero.nbytes(), 8 * sets_);
+  nb::gil_scoped_release unlocked;
+  learned_at(g.data(), x.data(), scale.data(), zero.data(), static_cast<double*>(of_scale.data()),
+             static_cast<double*>(of_zero.data()));
+}
+
+void Runner::learned_at(const void* g, const void* x, const void* scale, const void* zero, double* of_scale,
+                        double* of_zero) const {
   Call call = call_;
   const Layout& layout = call.layout;
   if (!layout.size) return;
-  call.x = x.data();
-  call.g = g.data();
-  call.scale = scale.data();
-  call.zero = zero.data();
+  call.x = x;
+  call.g = g;
+  call.scale = scale;
+  call.zero = zero;
   call.exclusive = false;  // learned parameters always use inclusive bounds
   // Every set has room for as many block sums as the largest set needs; single columns are summed together.
   const bool columns = layout.block == 1 && layout.cols > 1;
   call.blocks = ceil_div(largest_set(), kLeaf);
   call.tile = columns ? kTile : 1;
-  const bool integers = call.kind == Kind::integers, direct = call.blocks == 1;
-  nb::gil_scoped_release unlocked;
+  const bool integers = call.kind == Kind::integers && of_zero, direct = call.blocks == 1;
   std::vector<double> sums(direct ? 0 : static_cast<size_t>(sets_ * call.blocks));
   std::vector<double> high_sums(direct || !integers ? 0 : static_cast<size_t>(sets_ * call.blocks));
-  call.sums = direct ? static_cast<double*>(of_scale.data()) : sums.data();
-  call.high_sums = !integers ? nullptr : direct ? static_cast<double*>(of_zero.data()) : high_sums.data();
+  call.sums = direct ? of_scale : sums.data();
+  call.high_sums = !integers ? nullptr : direct ? of_zero : high_sums.data();
   const int threads = threads_for(layout.size);
   const int64_t pieces = boxes(columns) * call.blocks;
   call.step = ceil_div(pieces, threads);  // one part per thread, each with its own scratch memory
@@ -239,8 +249,8 @@ void Runner::learned(const Input& g, const Input& x, const Input& scale, const I
   if (direct) return;
   launch(call, kernels_.fold_sums, sets_, 1, sets_ * call.blocks);
   for (int64_t set = 0; set < sets_; ++set) {
-    static_cast<double*>(of_scale.data())[set] = sums[static_cast<size_t>(set * call.blocks)];
-    if (integers) static_cast<double*>(of_zero.data())[set] = high_sums[static_cast<size_t>(set * call.blocks)];
+    of_scale[set] = sums[static_cast<size_t>(set * call.blocks)];
+    if (integers) of_zero[set] = high_sums[static_cast<size_t>(set * call.blocks)];
   }
 }
 
@@ -293,16 +303,20 @@ int64_t Runner::minmax(const Input& x, const Output& low, const Output& high) co
   require_bytes("x", x.nbytes(), data_bytes());
   require_bytes("low", low.nbytes(), set_bytes());
   require_bytes("high", high.nbytes(), set_bytes());
+  nb::gil_scoped_release unlocked;
+  return minmax_at(x.data(), low.data(), high.data());
+}
+
+int64_t Runner::minmax_at(const void* x, void* low, void* high) const {
   Call call = call_;
   std::atomic<int64_t> nonfinite{0};
   Lock merging;
   call.merging = &merging;
-  call.x = x.data();
-  call.low = low.data();
-  call.high = high.data();
+  call.x = x;
+  call.low = low;
+  call.high = high;
   call.nonfinite = &nonfinite;
   call.shared = shared_;
-  nb::gil_scoped_release unlocked;
   launch(call, kernels_.minmax, call.layout.size, kGrain, call.layout.size, shared_ ? Cut::few : Cut::many);
   return nonfinite.load();
 }
@@ -312,15 +326,19 @@ bool Runner::derive(const Input& low, const Input& high, const Output& scale, co
   require_bytes("high", high.nbytes(), 8 * sets_);
   require_bytes("scale", scale.nbytes(), set_bytes());
   require_bytes("zero point", zero.nbytes(), set_bytes());
+  nb::gil_scoped_release unlocked;
+  return derive_at(low.data(), high.data(), scale.data(), zero.data());
+}
+
+bool Runner::derive_at(const void* low, const void* high, void* scale, void* zero) const {
   Call call = call_;
   std::atomic<bool> refused{false};
-  call.low = const_cast<void*>(low.data());  // only read by this kernel
-  call.high = const_cast<void*>(high.data());
+  call.low = const_cast<void*>(low);  // only read by this kernel
+  call.high = const_cast<void*>(high);
   call.wide_bounds = true;
-  call.scale_out = scale.data();
-  call.zero_out = zero.data();
+  call.scale_out = scale;
+  call.zero_out = zero;
   call.refused = &refused;
-  nb::gil_scoped_release unlocked;
   launch(call, kernels_.derive, sets_, 1, sets_);
   return !refused.load();
 }
@@ -332,19 +350,25 @@ std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, con
                                     std::pair{"scale", scale.nbytes()}, std::pair{"zero point", zero.nbytes()}}) {
     require_bytes(name, bytes, set_bytes());
   }
+  require_bytes("out", out.nbytes(), to_codes ? code_bytes() : data_bytes());
+  nb::gil_scoped_release unlocked;
+  return observe_at(x.data(), low.data(), high.data(), scale.data(), zero.data(), out.data(), to_codes);
+}
+
+std::tuple<int64_t, bool> Runner::observe_at(const void* x, void* low, void* high, void* scale, void* zero, void* out,
+                                             bool to_codes) const {
   Call call = call_;
   std::atomic<int64_t> nonfinite{0};
   std::atomic<bool> refused{false}, saw_nan{false};
   Lock merging;
   call.merging = &merging;
   call.to_codes = to_codes;
-  require_bytes("out", out.nbytes(), to_codes ? code_bytes() : data_bytes());
-  call.x = x.data();
-  call.out = out.data();
-  call.low = low.data();
-  call.high = high.data();
-  call.scale = call.scale_out = scale.data();
-  call.zero = call.zero_out = zero.data();
+  call.x = x;
+  call.out = out;
+  call.low = low;
+  call.high = high;
+  call.scale = call.scale_out = scale;
+  call.zero = call.zero_out = zero;
   call.nonfinite = &nonfinite;
   call.refused = &refused;
   call.saw_nan = &saw_nan;
@@ -352,12 +376,11 @@ std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, con
   const int64_t size = call.layout.size;
   const Kernel quantizing = to_codes ? kernels_.quantize : kernels_.fake_quantize;
   constexpr int64_t kResident = 1 << 15;  // elements of a set that stay in the cache for a second pass
-  nb::gil_scoped_release unlocked;
   if (!shared_ && call.layout.block <= kResident && sets_ >= int64_t{4} * threads_for(size)) {
     launch(call, kernels_.observe, sets_, 1, size);
   } else {
-    for (auto [array, value] : {std::pair{low.data(), std::numeric_limits<double>::infinity()},
-                                std::pair{high.data(), -std::numeric_limits<double>::infinity()}}) {
+    for (auto [array, value] : {std::pair{low, std::numeric_limits<double>::infinity()},
+                                std::pair{high, -std::numeric_limits<double>::infinity()}}) {
       if (call.dtype == Dtype::f64) {
         std::fill_n(static_cast<double*>(array), sets_, value);
       } else {

@@ -71,6 +71,20 @@ class Runner {
                    const Input& factors, int64_t coarse, bool refine, double least, const Output& best_scale,
                    const Output& best_zero, const Output& errors) const;
 
+  // The same operations on memory that the caller has checked, without the GIL: for LayerStep. `call` is a copy of
+  // `rules()` with x, g, out, mask and codes set.
+  const Call& rules() const { return call_; }
+  const Kernels& kernels() const { return kernels_; }
+  int64_t sets() const { return sets_; }
+  bool run_at(Call& call, Kernel kernel, const void* scale, const void* zero) const;
+  int64_t minmax_at(const void* x, void* low, void* high) const;
+  bool derive_at(const void* low, const void* high, void* scale, void* zero) const;
+  std::tuple<int64_t, bool> observe_at(const void* x, void* low, void* high, void* scale, void* zero, void* out,
+                                       bool to_codes) const;
+  // of_zero may be null
+  void learned_at(const void* g, const void* x, const void* scale, const void* zero, double* of_scale,
+                  double* of_zero) const;
+
  private:
   int64_t boxes(bool columns) const;
   int64_t largest_set() const;

@@ -34,10 +34,17 @@ def test_tables_are_rendered_from_the_committed_results(render, cost, accuracy):
 
 def test_a_slow_step_is_marked(render, cost, accuracy):
     for row in cost["rows"]:
-        row["ratio"] = 1.0
+        row["ratio"] = 0.5
     assert "(not met)" not in render.rendered(cost, accuracy)["cost"]
     next(row for row in cost["rows"] if row["tool"] == "detent")["ratio"] = 9.87
     assert "9.87 (not met)" in render.rendered(cost, accuracy)["cost"]
+
+
+def test_goals_of_integer_products_and_learned_scales(render):
+    assert render.step_goal("detent, integer products", "cnn", "channels last") == 0.92
+    assert render.step_goal("detent, integer and learned", "cnn", "channels last") == 1.02
+    assert render.step_goal("detent, learned scales", "mlp", "NCHW") == 1.25
+    assert render.step_goal("brevitas", "mlp", "NCHW") is None
 
 
 def test_too_many_bytes_are_marked(render, cost, accuracy):
@@ -60,8 +67,15 @@ def test_lost_accuracy_is_marked(render, cost, accuracy):
 def test_results_are_full_runs(cost, accuracy):
     assert not cost["quick"]
     assert not accuracy["quick"]
-    assert {row["model"] for row in cost["rows"]} == {"cnn", "transformer", "mlp"}
+    models = {"cnn", "resnet18", "mobilenet", "transformer", "encoder-256", "encoder-512", "mlp", "mlp-1024", "small"}
+    assert {row["model"] for row in cost["rows"]} == models
+    pictures = {"cnn", "resnet18", "mobilenet", "small"}
+    assert {row["model"] for row in cost["rows"] if row["layout"] == "channels last"} == pictures
     assert len({row["threads"] for row in cost["rows"]}) == 2
+    ours = {"detent", "detent, integer products"}
+    for model, layout, threads in {(row["model"], row["layout"], row["threads"]) for row in cost["rows"]}:
+        key = {"model": model, "layout": layout, "threads": threads}
+        assert ours <= {row["tool"] for row in cost["rows"] if key.items() <= row.items()}
     assert {"detent", "torch.ao FX", "torchao", "brevitas"} <= {row["tool"] for row in cost["rows"]}
     measured = {(row["method"], row["bits"], row["seed"]) for row in accuracy["rows"]}
     assert {(method, bits, seed) for method in METHODS for bits in WIDTHS for seed in accuracy["seeds"]} <= measured

@@ -18,6 +18,7 @@ from torch import nn  # noqa: E402
 
 import detent.torch as qt  # noqa: E402
 from detent import onnx_model  # noqa: E402
+from detent.demo.network import TrainingRun, make_network, read_digits  # noqa: E402
 from detent.torch.preparation import plan_of  # noqa: E402
 
 INTEGER_KERNELS = ("QLinearConv", "QGemm", "MatMulIntegerToFloat", "QLinearMatMul")
@@ -141,6 +142,22 @@ def test_twenty_trained_networks_equal_onnx_runtime(tmp_path):
             equal += np.array_equal(ours, theirs)
     assert integer >= 15
     assert equal == integer
+
+
+def test_the_demo_network_equals_onnx_runtime(tmp_path):
+    pictures, test = read_digits()
+    torch.manual_seed(0)
+    model = qt.prepare(make_network(), "w8a8", arithmetic="integer")
+    run = TrainingRun(pictures, 3, 2e-3, seed=0)
+    assert run.steps >= 50
+    run.train(model, lambda: None)
+    x = torch.from_numpy(test.first(64).images)
+    ours, theirs, kernels = outputs(model, tmp_path, x)
+    assert np.array_equal(ours, theirs)
+    assert sum(kernels[name] for name in INTEGER_KERNELS) == len(plan_of(model).quantized) == 8
+    report = dt.verify(model, tmp_path / "model.onnx", [x])
+    assert report.ok
+    assert "output matches bit for bit" in str(report)
 
 
 def test_verify_says_that_outputs_match(tmp_path):

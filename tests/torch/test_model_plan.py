@@ -128,3 +128,12 @@ def test_loading_a_prepared_checkpoint_keeps_its_scales():
     twin = qt.prepare(mlp(), "w4a4")
     twin.load_state_dict(model.state_dict())
     assert_same(twin.eval()(X), model.eval()(X))
+
+
+def test_integer_convolutions_in_channels_first_order_get_advice():
+    advice = "model.to(memory_format=torch.channels_last)"
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    assert advice in str(qt.plan(model, "w8a8", arithmetic="integer"))
+    assert advice not in str(qt.plan(model, "w8a8"))
+    assert advice not in str(qt.plan(model.to(memory_format=torch.channels_last), "w8a8", arithmetic="integer"))
+    assert advice not in str(qt.plan(nn.Sequential(nn.Linear(4, 2)), "w8a8", arithmetic="integer"))

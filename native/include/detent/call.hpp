@@ -90,6 +90,8 @@ struct Call {
   const float* bias = nullptr;
   bool float_sums = false, biased = false;
 
+  bool divides = false;  // factor_rows: whether rows are divided by their factors
+
   Term term = Term::value;
   Dtype second_dtype = Dtype::f32;          // error_sums: type of g
   double factor[2] = {1, 1}, second_factor[2] = {1, 1};  // error_sums: factor of x (or of the error), factor of g
@@ -145,7 +147,7 @@ constexpr int64_t kGridArrays = 5, kGridPadding = 8;
   ROW(quantize) ROW(dequantize) ROW(fake_quantize) ROW(backward) ROW(dequantize_backward) ROW(masked_backward)   \
   ROW(minmax) ROW(derive) ROW(observe) ROW(learned) ROW(fold_sums) ROW(error_sums) ROW(largest_error)            \
   ROW(pack) ROW(unpack) ROW(histogram) ROW(grid_errors) ROW(best_scales) ROW(checksum)            \
-  ROW(scale_sums)
+  ROW(scale_sums) ROW(factor_rows) ROW(sum_rows)
 
 using Kernel = void (*)(const Call&, int64_t begin, int64_t end);
 

@@ -4,7 +4,7 @@ Equal input bits give equal output bits for any thread count, instruction set, m
 native kernel equals its reference kernel bit for bit.
 """
 
-from detent.kernels.native import dtype_name, join_team
+from detent.kernels.native import dtype_name, join_team, layer_step
 from detent.kernels.problem import OPERATIONS, Kernel, NaNPolicy, Operation, Problem, Result, find_operation
 from detent.kernels.reductions import (
     best_scales,
@@ -49,6 +49,7 @@ __all__ = [
     "histogram",
     "join_team",
     "largest_error",
+    "layer_step",
     "minmax",
     "observe",
     "pack_bits",

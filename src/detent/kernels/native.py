@@ -7,6 +7,7 @@ kernels bit for bit. Functions that reduce or pack return None if there is no na
 """
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from math import frexp, prod
@@ -27,7 +28,7 @@ from detent.kernels.reference.scale_search import COARSE, FACTORS, PER_OCTAVE
 from detent.spec import QuantSpec
 from detent.ste import Clipped, HardTanh, Identity
 
-__all__ = ["dtype_name", "join_team"]
+__all__ = ["dtype_name", "join_team", "layer_step"]
 
 DTYPES: Mapping[str, int] = MappingProxyType({name: number for number, name in enumerate(FLOATS)})
 ROUNDINGS: Mapping[str, int] = MappingProxyType({"half_even": 0, "half_away": 1, "floor": 2})
@@ -379,6 +380,22 @@ def scale_sums(sums: Array, offset: Array, scale: Array, bias: Array | None, out
     is_float, shift = sums.dtype.kind == "f", np.empty(0, np.float32) if bias is None else ready(bias)
     columns = ready(offset), ready(scale), shift
     return bool(_native.scale_sums(_Level.index, scale.size, sums, is_float, *columns, out))
+
+
+def layer_step(x: Problem, weight: Problem, settings: Mapping[str, Any]) -> Any:
+    """Make the native record of a layer's training steps; see ``native/bindings/layer_step.hpp``.
+
+    ``x`` and ``weight`` are problems "fake_quantize_backward". Returns None if there is no native kernel for one of
+    them.
+    """
+    for problem in (x, weight):
+        steps = ("fake_quantize", "fake_quantize_backward")
+        if any(refusal(replace(problem, operation=step)) is not None for step in steps):
+            return None
+        if problem.spec.scale_format != "float" or problem.spec.bits > BYTE:
+            return None
+    runners = (_runner(_Level.index, each.tiling, observe_rules, each) for each in (x, weight))
+    return _native.LayerStep(*runners, settings)  # type: ignore[union-attr]  # without it, there is a refusal
 
 
 def pack(codes: Array, bits: int) -> NDArray[np.uint8] | None:

@@ -19,8 +19,10 @@ from detent.torch.distributed import sync
 from detent.torch.exported_program import program_to_onnx
 from detent.torch.layers import Quantizer, register_layer
 from detent.torch.model_plan import LayerPlan, ModelPlan, plan
+from detent.torch.norm_statistics import reestimate_norms
 from detent.torch.onnx_export import export_onnx
 from detent.torch.operator import fake_quantize
+from detent.torch.oscillation import Oscillation
 from detent.torch.preparation import freeze, prepare, quantized_state, unprepare
 from detent.torch.ptq import PtqReport, ptq_report, quantize
 from detent.torch.quantizer import FakeQuantize
@@ -31,6 +33,7 @@ __all__ = [
     "HealthReport",
     "LayerPlan",
     "ModelPlan",
+    "Oscillation",
     "PtqReport",
     "Quantizer",
     "QuantizerHealth",
@@ -47,6 +50,7 @@ __all__ = [
     "ptq_report",
     "quantize",
     "quantized_state",
+    "reestimate_norms",
     "register_layer",
     "sync",
     "unprepare",

@@ -22,6 +22,7 @@ __all__ = ["IntegerKernels", "Settings", "convolve_codes", "integer_kernels", "m
 Sizes = tuple[int, ...]
 Settings = tuple[Sizes, Sizes, Sizes, int]  # stride, padding, dilation, groups
 MATMUL_SHAPES = ((1, 3, 1), (5, 64, 17), (33, 130, 48), (64, 256, 64))  # rows, terms, columns
+_ONE = torch.ones(1)  # packing does not use scales, and would read one scale per channel one by one
 # Samples, input channels, size of the picture, output channels, size of the kernel, groups.
 CONV_SHAPES = (
     *((1, 3, 5, 4, 3, 1), (2, 16, 8, 16, 3, 1), (2, 64, 7, 32, 1, 1)),
@@ -60,9 +61,8 @@ def multiply_codes(x: Tensor, weight: Tensor) -> Tensor:
 
 def pack_convolution(weight: Tensor, zero_point: int, settings: Settings, x_shape: Sizes) -> Tensor:
     """Arrange int8 codes of a convolution's weight as ``convolve_codes`` reads them; the result is opaque."""
-    ones = torch.ones(weight.shape[0])
     layout = (*map(_listed, settings), list(x_shape))
-    packed: Tensor = torch.ops.onednn.qconv_prepack(weight, ones, 1.0, zero_point, *layout)
+    packed: Tensor = torch.ops.onednn.qconv_prepack(weight, _ONE, 1.0, zero_point, *layout)
     return packed
 
 
@@ -73,12 +73,14 @@ def convolve_codes(
     scale: Tensor,
     bias: Tensor | None,
     settings: Settings,
+    zeros: Tensor | None = None,
 ) -> Tensor:
     """Convolve uint8 codes with packed int8 codes; return ``float32(sum) * scale [+ bias]``, in channels-last order.
 
     ``settings`` are stride, padding, dilation and groups. Padding has the value 0, which is the code ``zero_point``.
+    ``zeros`` are int32 zeros of the scale's shape; without them, they are made.
     """
-    zeros = torch.zeros(scale.shape, dtype=torch.int32)
+    zeros = torch.zeros(scale.shape, dtype=torch.int32) if zeros is None else zeros
     output: tuple[object, ...] = (1.0, 0, torch.float32, "none", [], "")
     call = (x, 1.0, zero_point, packed, scale, zeros, bias, *map(_listed, settings), *output)
     y: Tensor = torch.ops.onednn.qconv_pointwise(*call)

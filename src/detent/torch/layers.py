@@ -49,6 +49,7 @@ __all__ = [
     "float_class_of",
     "kind_of",
     "matmul",
+    "matmul_gradients",
     "multiply_codes",
     "register_layer",
     "runs_as_matmul",
@@ -352,19 +353,35 @@ class _QuantizedMatmul(torch.autograd.Function):
             codes, mask = saved
             return _backward_from_codes(ctx, g, codes, mask, weight)
         (x,) = saved
-        needs = ctx.needs_input_grad
-        learns_x, learns_w = any(needs[3:5]), any(needs[5:7])  # whether learned values need gradients
-        if is_differentiated_twice():
-            x_values, w_values = operand.quantize_again(x), quantized.quantize_again(weight)
-        else:
-            x_values = operand.quantize(x, "input")
-            w_values = quantized.tensor if quantized.keep else quantized.requantize(weight)
-        # under autocast, the forward matmul ran in the dtype of g
-        needed = needs[0] or learns_x, needs[1] or learns_w, needs[2]
-        gx, gw, gb = kind.backward(g, x_values.to(g.dtype), w_values.to(g.dtype), needed)
-        of_x = _ste_gradients(None if gx is None else gx.to(x.dtype), x, operand, learn=learns_x)
-        of_w = _ste_weight_gradients(None if gw is None else gw.to(weight.dtype), weight, quantized, learn=learns_w)
-        return of_x[0], of_w[0], gb, *of_x[1:], *of_w[1:], None, None, None
+        gradients = matmul_gradients(kind, g, x, weight, operand, quantized, ctx.needs_input_grad)
+        return *gradients, None, None, None
+
+
+def matmul_gradients(
+    kind: Matmul,
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    operand: Operand,
+    quantized: QuantizedWeight,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of x, weight, bias, and scale and zero point of x and of the weight.
+
+    ``needs`` says which of these gradients are needed. If autograd records this pass, they are differentiable.
+    """
+    learns_x, learns_w = any(needs[3:5]), any(needs[5:7])  # whether learned values need gradients
+    if is_differentiated_twice():
+        x_values, w_values = operand.quantize_again(x), quantized.quantize_again(weight)
+    else:
+        x_values = operand.quantize(x, "input")
+        w_values = quantized.tensor if quantized.keep else quantized.requantize(weight)
+    # under autocast, the forward matmul ran in the dtype of g
+    needed = needs[0] or learns_x, needs[1] or learns_w, needs[2]
+    gx, gw, gb = kind.backward(g, x_values.to(g.dtype), w_values.to(g.dtype), needed)
+    of_x = _ste_gradients(None if gx is None else gx.to(x.dtype), x, operand, learn=learns_x)
+    of_w = _ste_weight_gradients(None if gw is None else gw.to(weight.dtype), weight, quantized, learn=learns_w)
+    return of_x[0], of_w[0], gb, *of_x[1:], *of_w[1:]
 
 
 def _backward_from_codes(ctx: Any, g: Tensor, codes: Tensor, mask: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:

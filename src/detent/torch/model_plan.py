@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
@@ -65,6 +66,7 @@ class LayerPlan:
         after_relu: whether the placed output quantizer includes the ReLU that follows the layer.
         next_layer: name of the layer whose input quantizer ONNX Runtime fuses into this layer, or "".
         next_after_relu: whether a ReLU comes before that quantizer.
+        in_channels_first: whether the layer is an integer 2-d convolution that would be faster in channels-last format.
         nbytes_before: bytes of the float weights; a tied weight counts only in its first layer.
         nbytes_after: bytes of the quantized weights; a tied weight counts only in its first layer.
     """
@@ -88,6 +90,7 @@ class LayerPlan:
     after_relu: bool = False
     next_layer: str = ""
     next_after_relu: bool = False
+    in_channels_first: bool = False
     nbytes_before: int = 0
     nbytes_after: int = 0
 
@@ -128,7 +131,16 @@ class ModelPlan(PlanTotals[LayerPlan]):
         ratio = f", {self.nbytes_before / self.nbytes_after:.2f} times smaller" if self.nbytes_after else ""
         integers = sum(layer.arithmetic == "integer" for layer in self.layers)
         products = f"; integer products in {integers} layers: {integer_kernels().note}" if integers else ""
-        return self._summary() + ratio + products
+        return self._summary() + ratio + products + self._advice()
+
+    def _advice(self) -> str:
+        """Return how the model could train faster, or ""."""
+        if not any(layer.in_channels_first for layer in self.layers):
+            return ""
+        return (
+            "; integer convolutions are faster if model and images are in channels-last format: "
+            "model.to(memory_format=torch.channels_last)"
+        )
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [HEAD, *map(_row, self.layers)]
@@ -259,10 +271,18 @@ def with_integer_products(
             line,
             arithmetic="integer" if problems.get(line.name) == "" else "float",
             arithmetic_note=problems.get(line.name, ""),
+            in_channels_first=problems.get(line.name) == "" and _is_channels_first(modules[line.name]),
         )
         for line in lines
     ]
     return _with_placements(planned, model)
+
+
+def _is_channels_first(layer: nn.Module) -> bool:
+    weight = layer._parameters.get("weight")
+    if not isinstance(layer, nn.Conv2d) or weight is None:
+        return False
+    return not weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def _with_placements(lines: list[LayerPlan], model: nn.Module) -> list[LayerPlan]:

@@ -34,7 +34,7 @@ from detent.granularity import PerAxis, PerTensor
 from detent.observers.minmax import mix_ranges, mix_seen_ranges
 from detent.params import QuantParams
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
-from detent.scale_rule import derive
+from detent.scale_rule import Parameters, derive
 from detent.spec import QuantSpec
 from detent.torch import traced, traced_namespace
 from detent.torch.arrays import FLOAT_TYPES, fingerprint, full_tensor, on_cpu, to_array
@@ -56,15 +56,16 @@ class _Memo:
     small tensor.
     """
 
-    __slots__ = ("arrays", "forwards", "params")
+    __slots__ = ("arrays", "forwards", "params", "written")
 
-    def __init__(self, params: QuantParams | None = None) -> None:
+    def __init__(self, params: QuantParams | None = None, written: Array | None = None) -> None:
         self.params = params  # params last read from or written to the buffers
+        self.written = written  # lo, hi, scale and zero point last written by a native step, one row each
         self.arrays: dict[str, tuple[Tensor, int, Array]] = {}  # buffer name -> (buffer, address, array)
         self.forwards = 0  # training forward passes since the last ``qt.sync``
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Memo, (self.params,)  # without arrays, because a copied module has its own buffers
+        return _Memo, (self.params, self.written)  # without arrays, because a copied module has its own buffers
 
 
 class ParameterState(nn.Module):
@@ -210,8 +211,25 @@ class ParameterState(nn.Module):
             )
         shape = () if isinstance(self.spec.granularity, PerTensor) else tuple(self.scale.shape)
         scale, zero_point = (to_array(on_cpu(part)).reshape(shape).copy() for part in (self.scale, self.zero_point))
-        memo.params = QuantParams(self.spec, scale, zero_point)
+        written = memo.written
+        if written is not None and all(map(np.array_equal, written[2:], (scale.ravel(), zero_point.ravel()))):
+            lo, hi = (row.reshape(shape) for row in written[:2])
+            memo.params = QuantParams.trusted(self.spec, Parameters(scale, zero_point), lo, hi)
+        else:
+            memo.params = QuantParams(self.spec, scale, zero_point)
         return memo.params
+
+    def native_state(self) -> Array:
+        """Return the memory in which native steps write lo, hi, scale and zero point; forget cached params."""
+        memo = self._memo
+        memo.params = None
+        if memo.written is None or memo.written.shape != (4, self.scale.numel()):
+            memo.written = np.zeros((4, self.scale.numel()), np.float32)
+        return memo.written
+
+    def forget_params(self) -> None:
+        """Forget cached params, after a native step has written the buffers."""
+        self._memo.params = None
 
     def _contains(self, params: QuantParams) -> bool:
         """Return whether the buffers contain these parameters, rounded to the dtype of the buffers."""
@@ -408,7 +426,7 @@ class ParameterState(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        self._memo.params = None
+        self._memo.params = self._memo.written = None
         if isinstance(self.mode, EMA):
             self.pending = keep_type(self.pending)
         applied: Self = super()._apply(keep_type, recurse)
@@ -455,7 +473,7 @@ class ParameterState(nn.Module):
         if self.scale.shape == (0,) and isinstance(saved, Tensor) and saved.ndim:  # use the shape in the checkpoint
             self._make_state(self.scale.dtype, tuple(saved.shape), self.scale.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._memo.params = None
+        self._memo.params = self._memo.written = None
         if isinstance(self.mode, EMA):
             self.pending.fill_(-torch.inf)
 

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 MAX_DIFFERENCES_SHOWN = 20
 _PLAN = "_detent_plan"
 _LAYER_STATE = (
-    *("fold", "_cache", "_forwards", "fused", "frozen"),
+    *("fold", "_cache", "_steps", "_forwards", "fused", "frozen"),
     *("arithmetic", "bias_rule", "memory", "next_quantizer"),
 )
 _RESERVED = ("fold", "arithmetic", "bias_rule", "memory", "next_quantizer")

@@ -29,7 +29,10 @@ from detent.params import QuantParams
 from detent.spec import QuantSpec
 from detent.ste import Clipped, Identity
 from detent.tensor import QuantizedTensor
-from detent.torch import integer_operator  # noqa: F401 - registers torch.ops.detent.multiply_quantized
+from detent.torch import (
+    integer_operator,  # noqa: F401 - registers torch.ops.detent.multiply_quantized
+    native_step,
+)
 from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor
 from detent.torch.batchnorm import Fold, QuantizedNorm, unfused_weight
 from detent.torch.computed_weights import current_weight, weight_for_forward
@@ -218,9 +221,15 @@ class QuantizedMatmul(QuantizedLayer):
     memory: Literal["float", "codes", "auto"] = "auto"  # what integer products keep for backward
     next_quantizer: "NextQuantizer | None" = None
     _cache: "WeightCache | None" = None
+    _steps: dict[object, native_step.Step] | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the argument name of the float layer
         """Multiply the quantized input by the quantized weight."""
+        if self.training and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            y = native_step.run(self, input)
+            if y is not None:
+                quantized: Tensor = self._quantized_output(y)
+                return quantized
         result: Tensor = super().forward(input)
         return result
 
@@ -494,7 +503,7 @@ class QuantizedMatmul(QuantizedLayer):
         return fold.codes_with_gain(quantized)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_cache": None}
+        return {**super().__getstate__(), "_cache": None, "_steps": None}
 
 
 class WeightKey(NamedTuple):

@@ -264,11 +264,11 @@ class FakeQuantize(ParameterState):
             self.hold(params)
             if self.watcher is not None:
                 self.watcher(self, x, params)
-        is_unclipped = self._never_clips and not nonfinite
+        is_unclipped = self.never_clips and not nonfinite
         return Quantized(quantized, Values(params), Identity() if is_unclipped else self.ste)
 
     @property
-    def _never_clips(self) -> bool:
+    def never_clips(self) -> bool:
         """Whether it is certain that quantizing a batch with its own range clips no finite element."""
         spec, zero_point = self.spec, self.spec.symmetric_zero_point if self.spec.symmetric else 0
         return (

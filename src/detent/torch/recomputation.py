@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from detent.torch.arrays import fingerprint
 
-__all__ = ["Recording", "is_recomputing", "is_recorded", "once"]
+__all__ = ["Recording", "is_ordinary_pass", "is_recomputing", "is_recorded", "once"]
 
 Value = TypeVar("Value")
 MAX_RECORDS = 1024  # maximum number per layer; older records are dropped
@@ -45,6 +45,12 @@ def is_recomputing() -> bool:
 
 def _may_be_repeated() -> bool:
     return not torch.is_grad_enabled() or _hooks_of_saved_tensors(True) is not None
+
+
+def is_ordinary_pass() -> bool:
+    """Return whether this forward pass, in which gradients are on, can neither be repeated nor repeats another one."""
+    is_repeated = torch._C._current_graph_task_id() != -1
+    return not (is_repeated or _active.recordings or _hooks_of_saved_tensors(True) is not None)
 
 
 _order = itertools.count()

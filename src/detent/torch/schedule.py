@@ -12,6 +12,7 @@ A schedule sets attributes of quantizers and batch norms only at these steps. Sc
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -20,11 +21,13 @@ from detent.errors import DtypeError, SpecError, StateError
 from detent.scale_mode import EMA
 from detent.torch.batchnorm import QuantizedNorm
 from detent.torch.distributed import sync
+from detent.torch.oscillation import Oscillation, OscillationTracker
 from detent.torch.preparation import plan_of, quantizers_of, weight_layers
 from detent.torch.weight_scales import set_weight_scales, starts_in_preparation
 
 __all__ = ["Schedule"]
 
+OSCILLATION = "oscillation"
 EVENTS = {
     "delay": "quantized",
     "observe_until": "EMA ranges frozen",
@@ -46,6 +49,8 @@ class Schedule:
         observe_until: step at which EMA ranges freeze; None means never.
         freeze_norms: step at which the statistics of batch norms freeze; None means never.
         freeze_scales: step at which all scales freeze, learned scales included; None means never.
+        oscillation: an ``Oscillation``, to damp or freeze weights that jump between two codes; None does neither. Only
+            weights with integer codes on the CPU are tracked.
 
     Raises:
         StateError: the model is not prepared.
@@ -74,6 +79,7 @@ class Schedule:
         observe_until: int | None = None,
         freeze_norms: int | None = None,
         freeze_scales: int | None = None,
+        oscillation: Oscillation | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise DtypeError(
@@ -86,6 +92,10 @@ class Schedule:
         self.freeze_norms = _step_or_none("freeze_norms", freeze_norms)
         self.freeze_scales = _step_or_none("freeze_scales", freeze_scales)
         self._check_order()
+        if oscillation is not None and not isinstance(oscillation, Oscillation):
+            raise DtypeError(f"got {type(oscillation).__name__} for oscillation, expected a qt.Oscillation or None")
+        self.oscillation = oscillation
+        self._tracker = None if oscillation is None else OscillationTracker(oscillation)
         self.steps = 0
         self._syncs = False
         self._apply()
@@ -109,6 +119,13 @@ class Schedule:
             self._apply()
         if self.delay and self.steps == self.delay:  # weights have changed since qt.prepare set their scales
             set_weight_scales(each for each in weight_layers(self.model) if starts_in_preparation(each[-1]))
+        if self._tracker is not None and self.steps >= max(self._tracker.settings.start, self.delay):
+            self._tracker.update(weight_layers(self.model))
+
+    @property
+    def frozen_weights(self) -> dict[str, float]:
+        """The part of each weight's elements that is frozen because they oscillated, by name."""
+        return {} if self._tracker is None else self._tracker.frozen
 
     def _given(self) -> dict[str, int]:
         """Return the arguments that differ from their defaults."""
@@ -140,11 +157,12 @@ class Schedule:
             if isinstance(module, QuantizedNorm) and norms_update is not None:
                 module.frozen = not norms_update
 
-    def state_dict(self) -> dict[str, int | None]:
-        """Return the current step and the arguments, for a checkpoint."""
-        return {"steps": self.steps, **{name: getattr(self, name) for name in EVENTS}}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the current step, the arguments and the state of oscillating weights, for a checkpoint."""
+        state: dict[str, Any] = {"steps": self.steps, **{name: getattr(self, name) for name in EVENTS}}
+        return state if self._tracker is None else {**state, OSCILLATION: self._tracker.state()}
 
-    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of a checkpoint, and set the attributes of quantizers and batch norms for this step.
 
         Args:
@@ -153,7 +171,7 @@ class Schedule:
         Raises:
             StateError: ``state`` is not the state of a schedule, or is from a schedule with different arguments.
         """
-        if not isinstance(state, Mapping) or "steps" not in state or not set(state) <= {"steps", *EVENTS}:
+        if not isinstance(state, Mapping) or "steps" not in state or not set(state) <= {"steps", OSCILLATION, *EVENTS}:
             given = f"keys {sorted(map(str, state))}" if isinstance(state, Mapping) else type(state).__name__
             raise StateError(f"got {given}, expected the result of Schedule.state_dict(), with the key 'steps'")
         steps = as_integer("steps", state["steps"], at_least=0, error=StateError)
@@ -168,6 +186,8 @@ class Schedule:
             )
         self.steps = steps
         self._apply()
+        if self._tracker is not None:
+            self._tracker.load(state.get(OSCILLATION, {}))
 
     def describe(self) -> str:
         """Return the timeline as text, equal to ``str``; ``>`` marks the current part."""
@@ -183,7 +203,10 @@ class Schedule:
         return self.describe()
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value}" for name, value in self._given().items())
+        settings: dict[str, object] = {**self._given()}
+        if self.oscillation is not None:
+            settings[OSCILLATION] = self.oscillation
+        given = ", ".join(f"{name}={value}" for name, value in settings.items())
         return f"Schedule({given}) at step {self.steps}"
 
 
