@@ -157,3 +157,20 @@ def test_a_model_without_layers_in_subgraphs_keeps_its_subgraphs():
         next(node for node in each.graph.node if node.op_type == "If") for each in (model, qo.prepare(model))
     )
     assert [len(body.initializer) for body in subgraphs(before)] == [len(body.initializer) for body in subgraphs(after)]
+
+
+@pytest.mark.parametrize("bias", ["constant", "carried", "computed"])
+def test_a_matmul_with_a_bias_has_no_integer_kernel(bias):
+    """ONNX Runtime would merge it with the bias, and dequantize the weight in each step."""
+    weight, vector = weights(4, 4, seed=1), np.ones(4, np.float32)
+    carried = {"h": "x", "carried": "b"}
+    constants = {"w": weight, "b": vector, "constant": vector}
+    nodes = [
+        helper.make_node("Tanh", ["h"], ["t"], name="tanh"),
+        matmul("w", x="t", out="product"),
+        helper.make_node("Neg", ["t"], ["computed"], name="neg"),
+        helper.make_node("Add", ["product", bias], ["out"], name="add"),
+        helper.make_node("Identity", ["carried"], ["b_out"], name="same"),
+    ]
+    _, layers = prepared_layers(looped(nodes, carried, ["out", "b_out"], constants))
+    assert [layer.has_integer_form for layer in layers] == [bias == "computed"]
