@@ -147,6 +147,7 @@ Array = NDArray[Any]
 MAX_RUNNERS = 4096  # size of the cache
 MAX_LEAD = 8  # largest number of axes, equal to kMaxLead in layout.hpp
 MAX_LEVELS = 16  # largest number of codebook levels, the size of an array in codec.hpp
+BLOCK_TYPES = frozenset({2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23})  # the block formats in blocks.hpp
 MAX_SIZE = 1 << 57  # number of elements whose bits can still be counted in int64
 
 
@@ -379,6 +380,16 @@ def scale_sums(sums: Array, offset: Array, scale: Array, bias: Array | None, out
     is_float, shift = sums.dtype.kind == "f", np.empty(0, np.float32) if bias is None else ready(bias)
     columns = ready(offset), ready(scale), shift
     return bool(_native.scale_sums(_Level.index, scale.size, sums, is_float, *columns, out))
+
+
+def encode_blocks(gguf_type: int, x: Array, importance: Array | None, out: NDArray[np.uint8]) -> bool:
+    """Encode rows of float32 to a block format; return whether all elements are finite."""
+    weights = np.empty(0, np.float32) if importance is None else ready(importance)
+    return bool(_native.encode_blocks(_Level.index, gguf_type, x.shape[1], ready(x), weights, out))  # type: ignore[union-attr]
+
+
+def decode_blocks(gguf_type: int, blocks: NDArray[np.uint8], out: Array) -> None:
+    _native.decode_blocks(_Level.index, gguf_type, ready(blocks), out)  # type: ignore[union-attr]
 
 
 def pack(codes: Array, bits: int) -> NDArray[np.uint8] | None:
