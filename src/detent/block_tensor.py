@@ -28,7 +28,8 @@ Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 ScalePolicy: TypeAlias = Literal["raise", "keep"]
 FILE_VERSION = 1
-FLOAT16_INF = 0x7C00  # the exponent bits of infinities and NaN
+FLOAT16_SIZE = 0x7FFF  # the bits of a float16 without its sign, which compare like magnitudes
+FLOAT16_INF = 0x7C00  # infinity; NaN is larger
 _METADATA = "detent.BlockTensor"
 _KEYS = frozenset({"format", "shape", "dtype"})
 
@@ -378,13 +379,12 @@ def _refuse_nonfinite(data: Array, rows: NDArray[np.float32]) -> None:
 
 def _check_scales(form: BlockFormat, shape: tuple[int, ...], rows: NDArray[np.float32], packed: Bytes) -> None:
     """Raise if a scale is infinite in float16, or if all scales of a block that is not zero are 0."""
-    blocks = packed.reshape(-1, form.block_bytes)
-    halves = [np.ascontiguousarray(blocks[:, at : at + 2]).view("<u2")[:, 0] for at in form.scale_offsets]
-    infinite = np.zeros(len(blocks), bool)
-    zero = np.ones(len(blocks), bool)
-    for bits in halves:
-        infinite |= (bits & FLOAT16_INF) == FLOAT16_INF
-        zero &= (bits & 0x7FFF) == 0
+    words = packed.view("<u2").reshape(-1, form.block_bytes // 2)  # every format has an even number of bytes
+    sizes = np.stack([words[:, at // 2] & FLOAT16_SIZE for at in form.scale_offsets])
+    highest = sizes.max(axis=0)
+    if not words.size or (int(highest.max()) < FLOAT16_INF and int(highest.min()) > 0):
+        return
+    infinite, zero = highest >= FLOAT16_INF, highest == 0
     candidates = np.flatnonzero(zero)
     if candidates.size:
         zero[candidates] = rows.reshape(-1, form.block_size)[candidates].any(axis=1)
@@ -396,7 +396,7 @@ def _check_scales(form: BlockFormat, shape: tuple[int, ...], rows: NDArray[np.fl
     first = (*(int(i) for i in index[:-1]), int(index[-1]) * form.block_size)
     largest = float(np.abs(rows.reshape(-1, form.block_size)[at]).max())
     raise ParamsError(
-        f"float16 cannot represent the scales of {int(bad.sum())} of {len(blocks)} {form} blocks: they become "
+        f"float16 cannot represent the scales of {int(bad.sum())} of {len(words)} {form} blocks: they become "
         f"{'infinite' if infinite[at] else '0'}; first in the block at {first}, whose largest magnitude is "
         f"{largest:.3g}: rescale the data, or pass scales='keep' to store such blocks anyway"
     )

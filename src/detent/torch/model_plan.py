@@ -355,8 +355,8 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
     if rule is None or decision.skip:
         return kept_in_float(NO_RULE if rule is None else EXCLUDED)
     shapes = {key: tuple(each.shape) for key, each in floats.items()}
-    wanted = decision.weight
-    weights = {} if wanted is None else {key: _weight_spec(wanted, shapes[key], kind.axis(key)) for key in names}
+    rule_spec = decision.weight
+    weights = {} if rule_spec is None else {key: _weight_spec(rule_spec, shapes[key], kind.axis(key)) for key in names}
     for key, spec in weights.items():
         problem = _weight_problem(spec, shapes[key], f"{name}.{key}".lstrip("."))
         if problem:
@@ -374,7 +374,7 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
         weight_mode=weight_mode,
         ste=decision.ste,
         observer=decision.observer,
-        fallback=_fallback_note(wanted, weights, shapes),
+        fallback=_fallback_note(rule_spec, weights, shapes),
         nbytes_after=sum(stored_nbytes(weights[key], shape) for key, shape in shapes.items()) if weights else before,
     )
 
@@ -384,14 +384,14 @@ def _block_problem(form: BlockFormat, shape: tuple[int, ...]) -> str:
 
 
 def _fallback_note(
-    wanted: AnySpec | None, weights: Mapping[str, AnySpec], shapes: Mapping[str, tuple[int, ...]]
+    rule_spec: AnySpec | None, weights: Mapping[str, AnySpec], shapes: Mapping[str, tuple[int, ...]]
 ) -> str:
     """Say which weights have another block format than their rule says, because its blocks do not fit."""
-    if not isinstance(wanted, BlockFormat):
+    if not isinstance(rule_spec, BlockFormat):
         return ""
-    others = {key: form for key, form in weights.items() if form != wanted}
+    others = {key: form for key, form in weights.items() if form != rule_spec}
     return "; ".join(
-        f"{form} instead of {wanted}: {_block_problem(wanted, shapes[key])}" for key, form in others.items()
+        f"{form} instead of {rule_spec}: {_block_problem(rule_spec, shapes[key])}" for key, form in others.items()
     )
 
 
