@@ -23,6 +23,7 @@ from detent.kernels import native
 
 COLUMNS = 2048
 ROWS = {True: 128, False: 512}  # by whether the format searches scales, which takes longer
+THREAD_FACTOR = 16  # on one and two threads, arrays are larger, so that the second thread has time to start
 SECONDS, ROUNDS = 1.5, (5, 40)
 
 
@@ -65,9 +66,15 @@ def _times(*calls: Callable[[], object]) -> list[Times]:
     return time_in_turns([Timed(call) for call in calls], SECONDS, ROUNDS)
 
 
-def _on_threads(count: int, run: Callable[[], object]) -> None:
-    dt.set_num_threads(count)
-    run()
+def _thread_times(form: dt.BlockFormat, x: np.ndarray, importance: np.ndarray | None) -> list[Times]:
+    """Time one and two threads in turns."""
+    out = np.empty(form.nbytes(x.shape), np.uint8)
+
+    def run(threads: int) -> None:
+        dt.set_num_threads(threads)
+        dt.quantize(x, form, importance=importance, out=out)
+
+    return _times(lambda: run(1), lambda: run(2))
 
 
 def measure(form: dt.BlockFormat, ggml: Ggml) -> dict:
@@ -92,7 +99,7 @@ def measure(form: dt.BlockFormat, ggml: Ggml) -> dict:
         one, other = _times(run, run_ggml)
         row["equal"] &= np.array_equal(ours, theirs)
         row[label] = {"detent": x.size / one.best / 1e6, "ggml": x.size / other.best / 1e6}
-        single, double = _times(lambda run=run: _on_threads(1, run), lambda run=run: _on_threads(2, run))
+        single, double = _thread_times(form, np.tile(x, (THREAD_FACTOR, 1)), weights)
         row[label]["two_threads"] = single.best / double.best
     dt.set_num_threads(1)
     values, expected = np.empty(x.shape, np.float32), np.empty(x.shape, np.float32)
