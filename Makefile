@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo quick test test-all test-gpu test-gpu-all lint format sanitize bench bench-quick bench-qat bench-onnx \
-        bench-unseen bench-cluster bench-dynamic bench-kinds bench-ptq bench-mixed bench-drop bench-tools peers docs \
+        bench-unseen bench-checkpoint bench-cluster bench-dynamic bench-kinds bench-ptq bench-mixed bench-drop bench-tools peers docs \
         wheel clean
 
 help: ## list the targets
@@ -106,6 +106,10 @@ bench-unseen: $(TOOLED) ## compare ONNX files of 106 models outside the zoo; upd
 bench-drop: $(STAMP) ## compare the search for max_drop with an exhaustive search; update the table
 	$(RUN) benchmarks/max_drop.py --output benchmarks/results/max_drop.json
 	$(RUN) benchmarks/render_max_drop.py
+
+bench-checkpoint: $(STAMP) ## compare the block formats of GGUF files with ggml's C code; update the table
+	$(QUIET) $(RUN) benchmarks/checkpoint.py --output benchmarks/results/checkpoint.json
+	$(RUN) benchmarks/render_checkpoint.py
 
 bench-cluster: $(STAMP) ## measure how calibration scales with workers; update the tables
 	$(QUIET) $(RUN) benchmarks/cluster.py --output benchmarks/results/cluster.json

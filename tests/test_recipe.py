@@ -749,3 +749,20 @@ def test_dynamic_quantization_is_a_preset():
     assert not dt.Recipe.preset("w8a16", mode="per_batch").resolve("fc", ["Linear"]).is_dynamic
     with pytest.raises(dt.SpecError, match=r"whose mode is PerBatch: omit mode="):
         dt.Recipe.preset("w8a8-dynamic", mode="ema(0.9)")
+
+
+@pytest.mark.parametrize("name", list(dt.gguf.BLOCK_FORMATS))
+def test_a_block_format_is_a_preset_and_a_weight_spec(name):
+    recipe = dt.Recipe.preset(name)
+    assert recipe.rules == (dt.Rule(weight=name),) == (dt.Rule(weight=dt.gguf.BLOCK_FORMATS[name]),)
+    assert repr(recipe) == f"dt.Recipe.preset({name!r})"
+    assert dt.Recipe.from_toml(recipe.to_toml()) == dt.Recipe.from_json(recipe.to_json()) == recipe
+    assert recipe.resolve("fc", ["Linear"]).weight is dt.gguf.BLOCK_FORMATS[name]
+    assert name in str(recipe)
+
+
+def test_a_block_format_is_only_for_weights():
+    with pytest.raises(dt.SpecError, match="q4_k is for weights"):
+        dt.Rule(input="q4_k")
+    with pytest.raises(dt.SpecError, match="did you mean 'q4_k'"):
+        dt.Recipe.preset("q4k")

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "detent/blocks.hpp"
 #include "launch.hpp"
 #include "layer_step.hpp"
 #include "runner.hpp"
@@ -107,6 +108,61 @@ bool scale_sums(int level, int64_t cols, const Input& sums, bool float_sums, con
   return !inexact.load();
 }
 
+BlockShape shape_of(int type) {
+  const BlockShape shape = block_shape(static_cast<BlockType>(type));
+  if (!shape.size) throw std::invalid_argument("unknown block format");
+  return shape;
+}
+
+// Encodes rows of `cols` float32 to a block format; returns whether all are finite. The importance may be empty.
+bool encode_blocks(int level, int type, int64_t cols, const Input& x, const Input& importance, const Output& out) {
+  const Kernels& kernels = kernels_of(level);
+  const BlockShape shape = shape_of(type);
+  constexpr int64_t kFloat = sizeof(float);
+  const int64_t size = static_cast<int64_t>(x.nbytes()) / kFloat;
+  if (cols < 1 || cols % shape.size || size % cols) throw std::invalid_argument("x must be rows of whole blocks");
+  const int64_t count = size / shape.size, rows = size / cols;
+  require_bytes("out", out.nbytes(), count * shape.bytes);
+  Call call;
+  std::atomic<bool> refused{false};
+  call.block_type = type;
+  call.layout.size = size;
+  call.layout.cols = cols;
+  call.blocks = cols / shape.size;
+  call.x = x.data();
+  call.refused = &refused;
+  nb::gil_scoped_release unlocked;
+  std::vector<float> means;
+  if (importance.nbytes()) {
+    require_bytes("importance", importance.nbytes(), cols * kFloat);
+    call.importance = static_cast<const float*>(importance.data());
+    if (shape.size == 32 && static_cast<BlockType>(type) != BlockType::iq4_nl) {
+      means.resize(static_cast<size_t>(rows));
+      call.out = means.data();
+      launch(call, kernels.row_means, rows, 16, size);
+      call.row_means = means.data();
+    }
+  }
+  call.out = out.data();
+  launch(call, kernels.encode_blocks, count, 16, size);
+  return !refused.load();
+}
+
+void decode_blocks(int level, int type, const Input& blocks, const Output& out) {
+  const Kernels& kernels = kernels_of(level);
+  const BlockShape shape = shape_of(type);
+  constexpr int64_t kFloat = sizeof(float);
+  const int64_t count = static_cast<int64_t>(blocks.nbytes()) / shape.bytes;
+  require_bytes("blocks", blocks.nbytes(), count * shape.bytes);
+  require_bytes("out", out.nbytes(), count * shape.size * kFloat);
+  Call call;
+  call.block_type = type;
+  call.codes_in = blocks.data();
+  call.out = out.data();
+  nb::gil_scoped_release unlocked;
+  launch(call, kernels.decode_blocks, count, 16, count * shape.size);
+}
+
 // Converts between one code per byte and packed codes of `bits` bits; count is the number of codes.
 void repack(bool packing, int level, int64_t count, int bits, bool is_signed, const Input& in, const Output& out) {
   if (bits < 1 || bits > 8) throw std::invalid_argument("1 to 8 bits are packed");
@@ -190,6 +246,8 @@ NB_MODULE(_native, m) {
   m.def("checksum", &checksum);
   m.def("repack", &repack);
   m.def("scale_sums", &scale_sums);
+  m.def("encode_blocks", &encode_blocks);
+  m.def("decode_blocks", &decode_blocks);
   m.def("grid_errors", &grid_errors);
   nb::class_<Runner>(m, "Runner")
       .def(nb::init<int, int64_t, int64_t, const Lead&, int64_t, const nb::dict&>())

@@ -8,7 +8,9 @@ from data and params; ``FakeQuantize`` is a quantizer with state, for training::
 ``import detent`` loads NumPy and ml_dtypes, but neither PyTorch nor ONNX.
 """
 
-from detent import convention, formats, granularity, metrics, observers, packing, rounding, ste
+from detent import convention, formats, gguf, granularity, metrics, observers, packing, rounding, ste
+from detent.block_format import BlockFormat
+from detent.block_tensor import BlockTensor
 from detent.convention import Convention, ZeroRange
 from detent.granularity import Granularity, PerAxis, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from detent.kernels import Capabilities, capabilities, get_num_threads, set_num_threads, use_kernels
@@ -48,18 +50,17 @@ from detent.ops import (
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "EMA", "Capabilities", "Convention", "DetentError", "DtypeError", "FakeQuantize", "FileFormatError", "Fixed",
-    "Format", "Granularity", "Learned", "NaNError", "NotCalibratedError", "OutError", "ParamsError", "PerAxis",
-    "PerBatch", "PerBlock", "PerChannel", "PerGroup", "PerTensor", "PerToken", "Plan", "PrecisionGuarantee",
-    "QuantParams", "QuantSpec", "QuantizedTensor", "RangeError", "Recipe", "Rounding", "Rule", "ScaleMode",
-    "ShapeError", "SpecError", "StateError", "UnsupportedError", "VerificationError", "WorkerError",
-    "ZeroRange", "__version__",
-    "capabilities", "convention", "dequantize", "dequantize_backward", "fake_quantize", "fake_quantize_backward",
-    "fake_quantize_dynamic", "fake_quantize_learned_backward", "fake_quantize_masked", "fake_quantize_masked_backward",
-    "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "formats", "get_num_threads", "granularity", "int2", "int4",
-    "int8", "int16", "metrics", "mxfp4", "mxfp8", "mxfp8_e5m2", "nf4", "nvfp4", "observers", "packing", "quantize",
-    "quantize_backward", "rounding", "set_num_threads", "ste", "uint2", "uint4", "uint8", "uint16", "use_kernels",
-    "verify",
+    "EMA", "BlockFormat", "BlockTensor", "Capabilities", "Convention", "DetentError", "DtypeError", "FakeQuantize",
+    "FileFormatError", "Fixed", "Format", "Granularity", "Learned", "NaNError", "NotCalibratedError", "OutError",
+    "ParamsError", "PerAxis", "PerBatch", "PerBlock", "PerChannel", "PerGroup", "PerTensor", "PerToken", "Plan",
+    "PrecisionGuarantee", "QuantParams", "QuantSpec", "QuantizedTensor", "RangeError", "Recipe", "Rounding", "Rule",
+    "ScaleMode", "ShapeError", "SpecError", "StateError", "UnsupportedError", "VerificationError", "WorkerError",
+    "ZeroRange", "__version__", "capabilities", "convention", "dequantize", "dequantize_backward", "fake_quantize",
+    "fake_quantize_backward", "fake_quantize_dynamic", "fake_quantize_learned_backward", "fake_quantize_masked",
+    "fake_quantize_masked_backward", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "formats", "get_num_threads",
+    "gguf", "granularity", "int2", "int4", "int8", "int16", "metrics", "mxfp4", "mxfp8", "mxfp8_e5m2", "nf4", "nvfp4",
+    "observers", "packing", "quantize", "quantize_backward", "rounding", "set_num_threads", "ste", "uint2", "uint4",
+    "uint8", "uint16", "use_kernels", "verify",
 ]
 # fmt: on
 

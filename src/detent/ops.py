@@ -2,24 +2,29 @@
 
 Each operator looks up a plan for its arguments, checks the arguments and runs the plan. Data are float16, bfloat16,
 float32 or float64 arrays of any shape and strides; ``out`` avoids the allocation of the result. Operators with an
-argument x accept a spec instead of params; they then derive params from the min-max range of x. For formulas and
+argument x accept a spec instead of params; they then derive params from the min-max range of x. ``quantize``,
+``dequantize``, ``fake_quantize`` and ``fake_quantize_backward`` also accept a block format. For formulas and
 guarantees, see docs/numerics.md.
 """
 
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from detent.block_format import BlockFormat
+from detent.block_tensor import BlockTensor, ScalePolicy, fake_quantize_blocks, quantize_blocks
 from detent.checks import compute_dtype, float_array
-from detent.errors import DtypeError, RangeError
+from detent.convention import Convention
+from detent.errors import DtypeError, RangeError, ShapeError, SpecError
 from detent.formats import Format
+from detent.gguf import find_block_format
 from detent.kernels import Problem, dtype_name, minmax, observe
 from detent.params import ParamsLike, QuantParams, get_params
 from detent.plan import NaNPolicy, Plan, as_factor, check_is_params, check_out, check_step, find_plan
 from detent.scale_rule import Parameters
 from detent.spec import QuantSpec, code_dtype, get_spec
-from detent.ste import EstimatorLike
+from detent.ste import EstimatorLike, Identity, get_estimator
 from detent.tensor import QuantizedTensor
 
 __all__ = [
@@ -38,22 +43,61 @@ __all__ = [
 Array = NDArray[Any]
 
 
+@overload
 def quantize(
-    x: ArrayLike, params: ParamsLike, *, out: Array | None = None, nan: NaNPolicy = "raise", step: int = 0
-) -> QuantizedTensor:
+    x: ArrayLike,
+    params: BlockFormat,
+    *,
+    out: Array | None = None,
+    nan: NaNPolicy = "raise",
+    step: int = 0,
+    importance: ArrayLike | None = None,
+    scales: ScalePolicy = "raise",
+) -> BlockTensor: ...
+
+
+@overload
+def quantize(
+    x: ArrayLike,
+    params: ParamsLike,
+    *,
+    out: Array | None = None,
+    nan: NaNPolicy = "raise",
+    step: int = 0,
+    importance: ArrayLike | None = None,
+    scales: ScalePolicy = "raise",
+) -> QuantizedTensor: ...
+
+
+def quantize(
+    x: ArrayLike,
+    params: ParamsLike | BlockFormat,
+    *,
+    out: Array | None = None,
+    nan: NaNPolicy = "raise",
+    step: int = 0,
+    importance: ArrayLike | None = None,
+    scales: ScalePolicy = "raise",
+) -> QuantizedTensor | BlockTensor:
     """Quantize each element to its code, ``clamp(round(x / scale) + zero_point)``.
 
     Args:
         x: float data.
-        params: a QuantParams that fits x's shape; or a spec, to derive params from the min-max range of x.
+        params: a QuantParams that fits x's shape; or a spec, to derive params from the min-max range of x; or a block
+            format such as ``dt.gguf.q4_k`` or its name, for a ``BlockTensor``.
         out: array for the codes, of x's shape and the format's storage type, or a 1-D uint8 buffer of the packed size.
             The returned tensor shares memory with ``out``.
-        nan: "raise", or the code that replaces NaN: "zero_point" or "qmin". Infinities saturate.
+        nan: "raise", or the code that replaces NaN: "zero_point" or "qmin". Infinities saturate. Block formats support
+            only "raise", which also rejects infinities.
         step: counter for stochastic rounding; each step has its own random numbers.
+        importance: for block formats, one weight per column: errors in columns with a larger weight count more.
+        scales: for block formats, what to do with blocks whose scales become 0 or infinite in float16: "raise", or
+            "keep" to store them as they are.
 
     Raises:
         NaNError: x contains NaN; the contents of ``out`` are then undefined.
         RangeError: params is a spec, and x is empty or contains NaN or infinities.
+        ParamsError: float16 cannot represent the scales of a block.
         ShapeError, DtypeError, OutError: an argument has the wrong shape or type.
 
     >>> import detent as dt, numpy as np
@@ -62,9 +106,15 @@ def quantize(
     >>> dt.quantize(np.array([[0.5, 1.0], [-8.0, 4.0]], np.float32), "int8/axis0").codes
     array([[  64,  127],
            [-127,   64]], dtype=int8)
+    >>> dt.quantize(np.linspace(-1, 1, 256, dtype=np.float32), "q4_k")
+    BlockTensor(shape=(256,), dtype=float32, format=q4_k, 144 bytes, 7.1x smaller)
     """
+    form = find_block_format(params)
+    if form is not None:
+        return quantize_blocks(x, form, importance=importance, out=out, nan=nan, scales=scales)
+    _refuse_importance(importance)
     data = float_array(x, "x")
-    params = get_params(params, data)
+    params = get_params(cast("ParamsLike", params), data)
     plan = _plan("quantize", data, params, nan=nan)
     plan.check(data, params, out)
     codes = cast("Array", plan.run(data, params, out=out, step=check_step(step)))
@@ -73,7 +123,7 @@ def quantize(
 
 
 def dequantize(
-    q: QuantizedTensor | ArrayLike,
+    q: QuantizedTensor | BlockTensor | ArrayLike,
     params: QuantParams | None = None,
     *,
     dtype: DTypeLike | None = None,
@@ -82,7 +132,7 @@ def dequantize(
     """Dequantize codes to the values ``(q - zero_point) * scale``.
 
     Args:
-        q: a QuantizedTensor, or an array of codes if ``params`` is passed, too.
+        q: a QuantizedTensor or BlockTensor, or an array of codes if ``params`` is passed, too.
         params: the params that the codes were made with. A spec is rejected, because it contains no scale.
         dtype: dtype of the result. Default: the dtype of the data that the QuantizedTensor was made from; for an array
             of codes, float32.
@@ -92,9 +142,9 @@ def dequantize(
     >>> dt.dequantize([3, -4], dt.QuantParams.int8_symmetric())
     array([ 3., -4.], dtype=float32)
     """
-    if isinstance(q, QuantizedTensor):
+    if isinstance(q, QuantizedTensor | BlockTensor):
         if params is not None:
-            raise DtypeError("got params for a QuantizedTensor, which has its own params: leave params out")
+            raise DtypeError(f"got params for a {type(q).__name__}, which has its own scales: leave params out")
         return q.dequantize(dtype, out)
     if params is None:
         raise DtypeError(f"got {type(q).__name__} without params, but codes need params: use dequantize(codes, params)")
@@ -108,17 +158,26 @@ def dequantize(
 
 
 def fake_quantize(
-    x: ArrayLike, params: ParamsLike, *, out: Array | None = None, nan: NaNPolicy = "propagate", step: int = 0
+    x: ArrayLike,
+    params: ParamsLike | BlockFormat,
+    *,
+    out: Array | None = None,
+    nan: NaNPolicy = "propagate",
+    step: int = 0,
+    importance: ArrayLike | None = None,
 ) -> Array:
     """Fake-quantize x; the result equals ``dequantize(quantize(x))`` in every bit and has x's dtype.
 
     Args:
         x: float data.
-        params: a QuantParams that fits x's shape; or a spec, to derive params from the min-max range of x.
+        params: a QuantParams that fits x's shape; or a spec, to derive params from the min-max range of x; or a block
+            format such as ``dt.gguf.q4_k`` or its name.
         out: array for the result; it must not overlap x.
         nan: "propagate" keeps NaN, and "raise" raises a NaNError. "zero_point" and "qmin" replace NaN by the value of
-            that code.
+            that code. With a block format, "propagate" makes every element of a block NaN if one of them is NaN or
+            infinite, and the other two are not supported.
         step: counter for stochastic rounding; each step has its own random numbers.
+        importance: for block formats, one weight per column: errors in columns with a larger weight count more.
 
     Raises:
         RangeError: params is a spec, and x is empty or contains NaN or infinities.
@@ -130,8 +189,12 @@ def fake_quantize(
     >>> dt.fake_quantize(np.array([7.0, 2.4, -7.0, 0.1, 0.35, 0.7]), "int4/group3")
     array([ 7. ,  2. , -7. ,  0.1,  0.4,  0.7])
     """
+    form = find_block_format(params)
+    if form is not None:
+        return fake_quantize_blocks(x, form, importance=importance, out=out, nan=nan)
+    _refuse_importance(importance)
     data = float_array(x, "x")
-    params = get_params(params, data)
+    params = get_params(cast("ParamsLike", params), data)
     plan = _plan("fake_quantize", data, params, nan=nan)
     plan.check(data, params, out)
     return cast("Array", plan.run(data, params, out=out, step=check_step(step)))
@@ -140,7 +203,7 @@ def fake_quantize(
 def fake_quantize_backward(
     g: ArrayLike,
     x: ArrayLike,
-    params: ParamsLike,
+    params: ParamsLike | BlockFormat,
     *,
     ste: EstimatorLike = None,
     out: Array | None = None,
@@ -149,13 +212,17 @@ def fake_quantize_backward(
     """Return the gradient of x, given the gradient g of ``fake_quantize(x, params)``.
 
     Pass the same ``params`` and ``step`` as to the forward pass. If ``params`` is a spec, the params are derived from
-    the min-max range of x. ``ste`` is the straight-through estimator; None means the mask of the params' convention.
+    the min-max range of x. ``ste`` is the straight-through estimator; None means the mask of the params' convention. A
+    block format clips nothing on purpose, so its only estimator is ``Identity``.
 
     >>> import detent as dt, numpy as np
     >>> dt.fake_quantize_backward(np.ones(3), np.array([1.0, 127.4, 127.6]), dt.QuantParams.int8_symmetric())
     array([1., 1., 0.])
     """
-    return _backward("fake_quantize_backward", g, x, params, ste, out, step)
+    form = find_block_format(params)
+    if form is not None:
+        return _block_backward(g, x, form, ste, out)
+    return _backward("fake_quantize_backward", g, x, cast("ParamsLike", params), ste, out, step)
 
 
 def fake_quantize_masked(
@@ -307,6 +374,29 @@ def fake_quantize_dynamic(
     params = QuantParams.from_range(spec, low, high, dtype=compute_dtype(data.dtype))
     plan = find_plan("fake_quantize", data.shape, data.dtype, spec)
     return cast("Array", plan.run(data, params, out=target)), params
+
+
+def _refuse_importance(importance: ArrayLike | None) -> None:
+    if importance is not None:
+        raise SpecError("got importance=, which only block formats such as 'q4_k' support: omit it")
+
+
+def _block_backward(g: ArrayLike, x: ArrayLike, form: BlockFormat, ste: EstimatorLike, out: Array | None) -> Array:
+    """Return a copy of g: the gradient of ``Identity``."""
+    if not (ste is None or isinstance(get_estimator(ste, Convention.onnx), Identity)):
+        raise SpecError(f"got ste={ste!r} for the block format {form}, expected Identity or None")
+    gradient, data = float_array(g, "g"), float_array(x, "x")
+    form.check_shape(data.shape)
+    if gradient.shape != data.shape or gradient.dtype != data.dtype:
+        raise ShapeError(
+            f"got g of dtype {gradient.dtype} and shape {gradient.shape}, expected those of x: {data.dtype} and "
+            f"{data.shape}"
+        )
+    if out is None:
+        return gradient.copy()
+    check_out(out, [(data.dtype, data.shape)], {})
+    np.copyto(out, gradient)
+    return out
 
 
 def _backward(

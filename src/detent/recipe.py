@@ -14,7 +14,7 @@ it fixes these scales when it writes the file.
 Presets are ``w<bits>a<bits>[-g<group>]``, ``w8a8-dynamic`` and ``fp8``. Weights are signed and symmetric, per-channel
 (axis 0) or per-group; inputs are unsigned and affine, per-tensor. Presets with ``a16`` are weight-only; below 8 bits
 their default group size is 128. All other presets below 8 bits keep the first and the last layer of the model at 8 bits
-(DoReFa-Net, Zhou et al. 2016).
+(DoReFa-Net, Zhou et al. 2016). The name of a block format, such as ``q4_k``, is a weight-only preset, too.
 """
 
 import glob
@@ -31,8 +31,10 @@ from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from detent import recipe_files, storage
+from detent.block_format import BlockFormat
 from detent.codec import Leaf, storable
 from detent.errors import FileFormatError, SpecError, closest
+from detent.gguf import BLOCK_FORMATS
 from detent.rule import PLACES, SETTINGS, SPECS, Arithmetic, Layer, ObserverLike, ObserverSpec, Rule, as_mode
 from detent.scale_mode import PerBatch, ScaleMode
 from detent.spec import QuantSpec
@@ -74,7 +76,7 @@ LayerLike = Layer | tuple[str, Iterable[str]] | tuple[str, Iterable[str], bool, 
 class Decision:
     """Merged settings of one layer, and the indices of the rules that matched it."""
 
-    weight: QuantSpec | None = None
+    weight: QuantSpec | BlockFormat | None = None
     input: QuantSpec | None = None
     output: QuantSpec | None = None
     mode: ScaleMode | None = None
@@ -131,7 +133,7 @@ class Recipe:
         Presets are ``fp8`` and ``w<bits>a<bits>[-g<group>]``, with 2 to 8 bits for weights and for activations;
         ``a16`` leaves activations in float (weight-only). Weight-only presets below 8 bits have group size 128 by
         default. In other presets below 8 bits, the first and the last layer have 8 bits. ``w8a8-dynamic`` is ``w8a8``
-        with the mode ``PerBatch``.
+        with the mode ``PerBatch``. The name of a block format, such as ``q4_k``, is a weight-only preset.
 
         Raises:
             SpecError: unknown preset; the message suggests the closest preset. Or ``w8a8-dynamic`` with another mode.
@@ -384,12 +386,15 @@ def _rows(name: str) -> tuple[str, list[_PresetRow]]:
         return name, [("*", *_FP8)]
     if name == DYNAMIC:
         return name, [("*", *_FULL)]
+    if isinstance(name, str) and name in BLOCK_FORMATS:
+        return name, [("*", name, None)]
     parts = _NAME.fullmatch(name) if isinstance(name, str) else None
     if parts is None:
-        hint = closest(str(name).lower(), PRESETS)
+        hint = closest(str(name).lower(), [*PRESETS, *BLOCK_FORMATS])
         raise SpecError(
-            f"unknown preset {name!r}{hint} expected one of {', '.join(PRESETS)}, or w<bits>a<bits>[-g<group>] with 2 "
-            "to 8 bits for weights and for activations; a16 leaves activations in float"
+            f"unknown preset {name!r}{hint} expected one of {', '.join(PRESETS)}, w<bits>a<bits>[-g<group>] with 2 "
+            "to 8 bits for weights and for activations (a16 leaves activations in float), or a block format: "
+            f"{', '.join(BLOCK_FORMATS)}"
         )
     weight_bits, input_bits = int(parts[1]), int(parts[2])
     group = int(parts[3]) if parts[3] else None

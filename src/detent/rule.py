@@ -32,11 +32,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from detent.block_format import BlockFormat
 from detent.checks import plain
 from detent.codec import Setting, as_text, parse_call, reading, write_call
 from detent.convention import Convention
 from detent.errors import SpecError, closest
 from detent.formats import Format
+from detent.gguf import find_block_format
 from detent.granularity import CHANNEL, Granularity, PerAxis, PerGroup, PerTensor
 from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Observer, Percentile, best_params
 from detent.params import QuantParams
@@ -73,7 +75,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
 }
 SQUARED = 2.0  # norm
 _AVERAGES = ("ema", "emaminmax", "ema_minmax")
-SpecLike = QuantSpec | Format | str
+SpecLike = QuantSpec | BlockFormat | Format | str
 PLACES = ("@first", "@last")
 SPECS = ("weight", "input", "output")
 SETTINGS = (*SPECS, "mode", "ste", "observer", "arithmetic")
@@ -207,7 +209,8 @@ class Rule:
             regular expression for the whole name. Or ``@first`` or ``@last``, the first or last layer with weights.
         types: names of classes or operations; the rule selects layers of any of these types. Empty means all types.
         weight: the weight's spec; None keeps the spec of earlier rules. In a text, the granularity may be "channel", as
-            in "int8/channel": one scale per output channel, on the output-channel axis of the layer's weight.
+            in "int8/channel": one scale per output channel, on the output-channel axis of the layer's weight. A block
+            format such as "q4_k" is a spec, too.
         input: the input's spec; None keeps the spec of earlier rules.
         output: the output's spec; None keeps the spec of earlier rules.
         mode: a scale mode or its text: "per_batch", "ema(0.9)", "fixed", "learned".
@@ -227,7 +230,7 @@ class Rule:
 
     match: str
     types: tuple[str, ...]
-    weight: QuantSpec | None
+    weight: QuantSpec | BlockFormat | None
     input: QuantSpec | None
     output: QuantSpec | None
     mode: ScaleMode | None
@@ -325,26 +328,35 @@ def check_arithmetic(value: str) -> Arithmetic:
     raise SpecError(f"got arithmetic={value!r}{closest(str(value), ARITHMETICS)} expected {', '.join(ARITHMETICS)}")
 
 
-def get_weight_spec(value: SpecLike) -> QuantSpec:
-    """Return the spec of a weight; in a text, the granularity "channel" means one scale per output channel.
+def get_weight_spec(value: SpecLike) -> QuantSpec | BlockFormat:
+    """Return the spec of a weight, or a block format; in a text, "channel" means one scale per output channel.
 
     For "channel", the returned spec has axis 0. The frontends replace this axis with the layer's output-channel axis.
 
     >>> get_weight_spec("int4/channel") == get_weight_spec("int4/axis0")
     True
     """
+    form = find_block_format(value)
+    if form is not None:
+        return form
     if isinstance(value, str):
         value = "/".join("axis0" if part == CHANNEL else part for part in value.split("/"))
-    return get_spec(value)
+    return get_spec(value)  # type: ignore[arg-type]  # not a block format
 
 
 def _activation_spec(name: str, value: SpecLike) -> QuantSpec:
+    form = find_block_format(value)
+    if form is not None:
+        raise SpecError(
+            f"got {name}={str(value)!r}, but the block format {form} is for weights: use a spec such as "
+            "'uint8/tensor/affine' for activations"
+        )
     if isinstance(value, str) and CHANNEL in value.split("/"):
         raise SpecError(
             f"got {name}={value!r}, but 'channel' means the output channels of a weight: use 'tensor' or 'token' "
             "for activations"
         )
-    return get_spec(value)
+    return get_spec(value)  # type: ignore[arg-type]  # not a block format
 
 
 def _as_types(types: Iterable[str] | str) -> tuple[str, ...]:

@@ -17,11 +17,13 @@ from typing import Any, Literal, get_args
 import ml_dtypes
 import numpy as np
 
+from detent.block_format import BlockFormat
 from detent.checks import plain
 from detent.codec import parse, reading, table
 from detent.convention import PRESETS, Convention, get_convention
 from detent.errors import SpecError, closest
 from detent.formats import FORMAT_NAMES, FORMATS, Format, float4_e2m1fn, float8_e4m3fn, float8_e5m2, get_format
+from detent.gguf import BLOCK_FORMATS, find_block_format
 from detent.granularity import CHANNEL, Granularity, PerGroup, PerTensor, get_granularity, granularity_from_dict
 from detent.rounding import Rounding, get_rounding, half_even
 
@@ -221,6 +223,7 @@ class QuantSpec:
         """
         if not isinstance(text, str):
             raise SpecError(f"got {text!r} as spec, expected a string such as 'int8/axis0'")
+        _refuse_block_format(text)
         head, *parts = text.split("/")
         changes: dict[str, object] = {}
         for part in parts:
@@ -232,8 +235,11 @@ class QuantSpec:
             return NAMED_SPECS[head].replace(**changes)
         if head not in FORMATS:
             names = ", ".join(NAMED_SPECS)
-            hint = closest(head, [*FORMATS, *NAMED_SPECS])
-            raise SpecError(f"unknown format {head!r}{hint} expected {FORMAT_NAMES}, or one of the specs {names}")
+            hint = closest(head, [*FORMATS, *NAMED_SPECS, *BLOCK_FORMATS])
+            raise SpecError(
+                f"unknown format {head!r}{hint} expected {FORMAT_NAMES}, one of the specs {names}, or one of the block "
+                f"formats {', '.join(BLOCK_FORMATS)}"
+            )
         return cls(head, **changes)  # type: ignore[arg-type]  # values made by _parse_part
 
     def to_json(self) -> str:
@@ -362,10 +368,24 @@ NAMED_SPECS = {"mxfp4": mxfp4, "mxfp8": mxfp8, "mxfp8_e5m2": mxfp8_e5m2, "nvfp4"
 
 
 def get_spec(value: QuantSpec | Format | str) -> QuantSpec:
-    """Parse a short string, or make a spec with this format; return a QuantSpec unchanged."""
+    """Parse a short string, or make a spec with this format; return a QuantSpec unchanged.
+
+    Raises:
+        SpecError: the string is invalid, or the value is a block format, which has no params.
+    """
     if isinstance(value, QuantSpec):
         return value
+    _refuse_block_format(value)
     return QuantSpec(value) if isinstance(value, Format) else QuantSpec.parse(value)
+
+
+def _refuse_block_format(value: object) -> None:
+    form = find_block_format(value)
+    if form is not None:
+        raise SpecError(
+            f"got the block format {form}, which derives its scales itself and has no params: pass it to dt.quantize, "
+            "dt.fake_quantize, dt.fake_quantize_backward or dt.Rule(weight=...), or use a spec such as 'int4/group32'"
+        )
 
 
 def code_dtype(spec: QuantSpec) -> np.dtype[Any]:
@@ -383,13 +403,15 @@ def parameter_bits(spec: QuantSpec, sets: int, float_bits: int = 32) -> int:
     return sets * (scale_bits + (0 if spec.symmetric else spec.bits)) + tensor_bits
 
 
-def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...], widths: Sequence[int] = ()) -> int:
+def stored_nbytes(spec: QuantSpec | BlockFormat, shape: tuple[int, ...], widths: Sequence[int] = ()) -> int:
     """Return the size of a tensor's codes, scales and zero points in bytes.
 
     ``widths`` are the bit widths that a file format supports for codes, in ascending order. Codes and zero points use
     the first width that is large enough, and zero points are counted even for symmetric specs. Without widths, codes
-    and zero points are packed at ``spec.bits`` each.
+    and zero points are packed at ``spec.bits`` each. The blocks of a block format contain their scales.
     """
+    if isinstance(spec, BlockFormat):
+        return spec.nbytes(shape)
     count, sets = prod(shape), spec.granularity.tiling(shape).sets
     if not widths:
         return _whole_bytes(count * spec.bits) + _whole_bytes(parameter_bits(spec, sets))
@@ -412,8 +434,13 @@ def short_spec(spec: QuantSpec) -> str:
     return repr(spec) if text is None else repr(text)
 
 
-def spec_text(spec: QuantSpec) -> str | None:
-    """Return the short string that ``QuantSpec.parse`` turns into this spec, or None if there is no such string."""
+def spec_text(spec: QuantSpec | BlockFormat) -> str | None:
+    """Return the short string that ``QuantSpec.parse`` turns into this spec, or None if there is no such string.
+
+    The string of a block format is its name.
+    """
+    if isinstance(spec, BlockFormat):
+        return spec.name
     if str(spec) in NAMED_SPECS:
         return str(spec)
     parts = [f"{spec.format.name}/{spec.granularity}"]

@@ -126,10 +126,16 @@ struct Call {
   bool wide_bounds = false;   // derive: low and high are double for every compute type
   void* scale_out = nullptr;  // observe, derive: output
   void* zero_out = nullptr;
-  std::atomic<bool>* refused = nullptr;  // set if a range is invalid
+  std::atomic<bool>* refused = nullptr;  // set if a range is invalid; encode_blocks: if an element is not finite
 
   std::atomic<bool>* saw_nan = nullptr;       // set if a kernel checks for NaN and finds it
   std::atomic<int64_t>* nonfinite = nullptr;  // minmax: number of non-finite elements
+
+  // encode_blocks, decode_blocks: number of the block format's type; encode_blocks: the weight of each column or null,
+  // and the mean square of each row or null; a row has `blocks` blocks.
+  int block_type = 0;
+  const float* importance = nullptr;
+  const float* row_means = nullptr;
 };
 
 constexpr int64_t kGrain = 4096;
@@ -147,7 +153,7 @@ constexpr int64_t kGridArrays = 5, kGridPadding = 8;
   ROW(quantize) ROW(dequantize) ROW(fake_quantize) ROW(backward) ROW(dequantize_backward) ROW(masked_backward)   \
   ROW(minmax) ROW(derive) ROW(observe) ROW(learned) ROW(fold_sums) ROW(error_sums) ROW(largest_error)            \
   ROW(pack) ROW(unpack) ROW(histogram) ROW(grid_errors) ROW(best_scales) ROW(checksum)            \
-  ROW(scale_sums) ROW(factor_rows) ROW(sum_rows)
+  ROW(scale_sums) ROW(factor_rows) ROW(sum_rows) ROW(encode_blocks) ROW(row_means) ROW(decode_blocks)
 
 using Kernel = void (*)(const Call&, int64_t begin, int64_t end);
 

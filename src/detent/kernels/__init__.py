@@ -4,6 +4,7 @@ Equal input bits give equal output bits for any thread count, instruction set, m
 native kernel equals its reference kernel bit for bit.
 """
 
+from detent.kernels.blocks import decode_blocks, encode_blocks
 from detent.kernels.native import dtype_name, join_team, layer_step
 from detent.kernels.problem import OPERATIONS, Kernel, NaNPolicy, Operation, Problem, Result, find_operation
 from detent.kernels.reductions import (
@@ -39,8 +40,10 @@ __all__ = [
     "capabilities",
     "checksum",
     "current_kernels",
+    "decode_blocks",
     "derive",
     "dtype_name",
+    "encode_blocks",
     "error_sum",
     "find_kernel",
     "find_operation",

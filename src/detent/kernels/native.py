@@ -148,6 +148,7 @@ Array = NDArray[Any]
 MAX_RUNNERS = 4096  # size of the cache
 MAX_LEAD = 8  # largest number of axes, equal to kMaxLead in layout.hpp
 MAX_LEVELS = 16  # largest number of codebook levels, the size of an array in codec.hpp
+BLOCK_TYPES = frozenset({2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23})  # the block formats in blocks.hpp
 MAX_SIZE = 1 << 57  # number of elements whose bits can still be counted in int64
 
 
@@ -396,6 +397,16 @@ def layer_step(x: Problem, weight: Problem, settings: Mapping[str, Any]) -> Any:
             return None
     runners = (_runner(_Level.index, each.tiling, observe_rules, each) for each in (x, weight))
     return _native.LayerStep(*runners, settings)  # type: ignore[union-attr]  # without it, there is a refusal
+
+
+def encode_blocks(gguf_type: int, x: Array, importance: Array | None, out: NDArray[np.uint8]) -> bool:
+    """Encode rows of float32 to a block format; return whether all elements are finite."""
+    weights = np.empty(0, np.float32) if importance is None else ready(importance)
+    return bool(_native.encode_blocks(_Level.index, gguf_type, x.shape[1], ready(x), weights, out))  # type: ignore[union-attr]
+
+
+def decode_blocks(gguf_type: int, blocks: NDArray[np.uint8], out: Array) -> None:
+    _native.decode_blocks(_Level.index, gguf_type, ready(blocks), out)  # type: ignore[union-attr]
 
 
 def pack(codes: Array, bits: int) -> NDArray[np.uint8] | None:

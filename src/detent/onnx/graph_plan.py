@@ -14,6 +14,7 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 from onnx import ModelProto
 
+from detent.block_format import BlockFormat
 from detent.errors import RangeError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.observers import best_params, unclipped_params
@@ -434,8 +435,8 @@ def _plan_layer(
         return line.kept_in_float(reason)
     if skipped or decision.skip or rule is None:
         return line.kept_in_float("skipped" if skipped else NO_RULE if rule is None else EXCLUDED)
-    if decision.weight is None:
-        return line.kept_in_float("its rule has no weight spec")
+    if not isinstance(decision.weight, QuantSpec):
+        return line.kept_in_float(_no_spec(decision.weight))
     weight, group_note = _fit_groups(_fit_axis(decision.weight, layer), layer, target)
     if (input_spec is not None or is_dynamic) and not layer.depthwise:  # accumulators of depthwise kernels are exact
         weight = target.weight_spec(weight)
@@ -463,12 +464,21 @@ def _plan_layer(
     return replace(line, nbytes_after=stored_nbytes(weight, layer.shape, widths), note=note)
 
 
+def _no_spec(weight: BlockFormat | None) -> str:
+    if weight is None:
+        return "its rule has no weight spec"
+    return f"ONNX files cannot store the block format {weight}: use e.g. w4a16-g32"
+
+
 def _is_too_narrow(recipe: Recipe, decision: Decision) -> bool:
     """Whether a rule for all layers gives an embedding fewer than 8 bits, which ONNX files store in bytes anyway."""
     weight_rules = [recipe.rules[i] for i in decision.rules if recipe.rules[i].weight is not None]
     is_general = bool(weight_rules) and weight_rules[-1].match == "*" and not weight_rules[-1].types
     return (
-        is_general and decision.weight is not None and decision.weight.format.is_integer and decision.weight.bits < BYTE
+        is_general
+        and isinstance(decision.weight, QuantSpec)
+        and decision.weight.format.is_integer
+        and decision.weight.bits < BYTE
     )
 
 
@@ -544,7 +554,7 @@ def _input_of(layer: Layer, decision: Decision, target: Target, prefer: Preferen
 def _has_kernel_inside(layer: Layer, target: Target, decision: Decision) -> bool:
     """Whether ONNX Runtime has an integer kernel for a layer in a subgraph with these specs."""
     has_bytes = all(spec is not None and BYTE // 2 < spec.bits <= BYTE for spec in (decision.weight, decision.input))
-    is_grouped = decision.weight is not None and isinstance(decision.weight.granularity, PerGroup)
+    is_grouped = isinstance(decision.weight, QuantSpec) and isinstance(decision.weight.granularity, PerGroup)
     return has_bytes and not is_grouped and not layer.is_scanned and target.runtime == "onnxruntime"
 
 

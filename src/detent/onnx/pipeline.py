@@ -55,6 +55,7 @@ from detent.onnx_model.workspace import Workspace, open_workspace
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike
 from detent.scale_mode import PerBatch
+from detent.spec import QuantSpec
 from detent.storage import check_directory
 from detent.tables import html_table, short_name, table_lines
 
@@ -553,7 +554,7 @@ def _needs_low_bits(recipe: Recipe) -> bool:
     """Return whether a recipe needs 4-bit, 16-bit or per-group Q/DQ pairs, which only newer opsets have."""
     for rule in recipe.rules:
         for spec, is_stored_in_4 in ((rule.weight, True), (rule.input, False), (rule.output, False)):
-            if spec is None:
+            if not isinstance(spec, QuantSpec):  # ONNX files have no block formats
                 continue
             is_byte = (4 if is_stored_in_4 else 0) < spec.bits <= 8
             if not is_byte or isinstance(spec.granularity, PerGroup):

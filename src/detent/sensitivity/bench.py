@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from detent.block_format import BlockFormat
 from detent.checks import as_integer, plain
 from detent.errors import RangeError, SpecError, UnsupportedError
 from detent.granularity import PerToken
@@ -78,6 +79,8 @@ def _spec(width: int | str) -> QuantSpec:
     value = plain(width)
     if isinstance(value, str):
         spec = get_weight_spec(value)
+        if not isinstance(spec, QuantSpec):
+            raise SpecError(f"{width!r} in widths is a block format, which sensitivity does not measure: use e.g. int4")
         if isinstance(spec.granularity, PerToken):
             raise SpecError(f"{width!r} in widths is per-token, but only activations have tokens: use e.g. int8/axis0")
         return spec
@@ -92,7 +95,7 @@ def as_storage(value: str) -> Storage:
     return "onnx" if value == "onnx" else "packed"
 
 
-def weight_nbytes(spec: QuantSpec, shape: tuple[int, ...], storage: Storage, *, is_matmul: bool) -> int:
+def weight_nbytes(spec: QuantSpec | BlockFormat, shape: tuple[int, ...], storage: Storage, *, is_matmul: bool) -> int:
     """Return the bytes of a weight's codes, scales and zero points; in ONNX files, only matmuls have 4-bit codes."""
     return stored_nbytes(spec, shape, onnx_widths(is_matmul=is_matmul) if storage == "onnx" else ())
 

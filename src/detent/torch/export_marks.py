@@ -16,7 +16,7 @@ from detent.errors import StateError, UnsupportedError
 from detent.tensor import QuantizedTensor
 from detent.torch.batchnorm import Fold
 from detent.torch.computed_weights import store_computed_weights, unparametrized
-from detent.torch.preparation import plan_of, quantized_state, quantizers_of, set_class, weight_layers
+from detent.torch.preparation import onnx_weights, plan_of, quantizers_of, set_class, weight_layers
 from detent.torch.quantized_layer import QuantizedLayer, QuantizedMatmul, quantized_class
 from detent.torch.quantizer import FakeQuantize
 
@@ -97,7 +97,7 @@ def _class_without_parametrization(module: QuantizedLayer) -> type[nn.Module]:
 @torch.no_grad()
 def mark(model: nn.Module) -> Marked:
     """Fold the batch norms of a copied model, and turn its quantizers into marks, in place."""
-    state = quantized_state(model)
+    state = onnx_weights(model)
     weights: dict[str, MarkedWeight] = {}
     keys: dict[FakeQuantize, str] = {}
     for full, layer, _, quantizer in weight_layers(model):

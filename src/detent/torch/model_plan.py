@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from detent.block_format import BlockFormat
 from detent.errors import SpecError
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.plots import bar_axes
@@ -37,6 +38,7 @@ __all__ = ["LayerPlan", "ModelPlan", "plan"]
 HEAD = ("layer", "type", "rule", "weight", "input", "output", "bytes", "packed", "")
 BYTE_COLUMNS = (6, 7)
 RecipeLike = Recipe | str | PathLike[str]
+AnySpec = QuantSpec | BlockFormat
 _ACTIVATIONS, _WEIGHTS = EMA(0.99), PerBatch()
 FEW_BITS = 4  # with this many bits or fewer, scales are learned by default
 _FEW = Learned(start="mse", zero_point="auto", rate=10.0)
@@ -51,7 +53,7 @@ class LayerPlan:
         type: name of the layer's class.
         rule: index of the rule that applies, or None if no rule matches.
         reason: why the layer is kept in float, or "" if it is quantized.
-        weights: dict from weight names to specs, for the quantized weights.
+        weights: dict from weight names to specs or block formats, for the quantized weights.
         input: spec of the layer's input, or None if it stays float.
         output: spec of the layer's output, or None if it stays float.
         mode: scale mode of the activations.
@@ -62,6 +64,7 @@ class LayerPlan:
         tied: weights that an earlier layer has, too; maps the weight name to the full name in the earlier layer.
         arithmetic: how the layer multiplies: "float", or "integer" (products of codes).
         arithmetic_note: why a layer with arithmetic "auto" multiplies floats, or "".
+        fallback: why a weight has another block format than its rule says, or "".
         output_cause: why ``qt.prepare`` places an output quantizer for ONNX Runtime's integer kernel, or "".
         after_relu: whether the placed output quantizer includes the ReLU that follows the layer.
         next_layer: name of the layer whose input quantizer ONNX Runtime fuses into this layer, or "".
@@ -75,7 +78,7 @@ class LayerPlan:
     type: str
     rule: int | None = None
     reason: str = ""
-    weights: Mapping[str, QuantSpec] = field(default_factory=dict)
+    weights: Mapping[str, AnySpec] = field(default_factory=dict)
     input: QuantSpec | None = None
     output: QuantSpec | None = None
     mode: ScaleMode = _ACTIVATIONS
@@ -86,6 +89,7 @@ class LayerPlan:
     tied: Mapping[str, str] = field(default_factory=dict)
     arithmetic: Literal["float", "integer"] = "float"
     arithmetic_note: str = ""
+    fallback: str = ""
     output_cause: str = ""
     after_relu: bool = False
     next_layer: str = ""
@@ -182,6 +186,8 @@ def _row(layer: LayerPlan) -> tuple[str, ...]:
         notes.append("integer products")
     if layer.arithmetic_note:
         notes.append(f"float products: {layer.arithmetic_note}")
+    if layer.fallback:
+        notes.append(layer.fallback)
     if layer.output_cause:
         notes.append(f"output quantizer placed: {layer.output_cause}")
     if layer.is_quantized:
@@ -257,7 +263,7 @@ def with_integer_products(
     """Set the arithmetic of each layer, and place the output quantizers that ONNX Runtime's integer kernels need."""
     modules = dict(model.named_modules())
     problems = {
-        line.name: integer_problem(modules[line.name], line.weights.get("weight"), line.input)
+        line.name: _integer_problem(modules[line.name], line)
         for line in lines
         if line.is_quantized and requested[line.name] != "float" and has_product(modules[line.name])
     }
@@ -283,6 +289,13 @@ def _is_channels_first(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Conv2d) or weight is None:
         return False
     return not weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def _integer_problem(module: nn.Module, line: LayerPlan) -> str:
+    weight = line.weights.get("weight")
+    if isinstance(weight, BlockFormat):
+        return f"the block format {weight} has no integer product"
+    return integer_problem(module, weight, line.input)
 
 
 def _with_placements(lines: list[LayerPlan], model: nn.Module) -> list[LayerPlan]:
@@ -362,10 +375,10 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
     if rule is None or decision.skip:
         return kept_in_float(NO_RULE if rule is None else EXCLUDED)
     shapes = {key: tuple(each.shape) for key, each in floats.items()}
-    weights = {} if decision.weight is None else {key: _placed(decision.weight, kind.axis(key)) for key in names}
+    rule_spec = decision.weight
+    weights = {} if rule_spec is None else {key: _weight_spec(rule_spec, shapes[key], kind.axis(key)) for key in names}
     for key, spec in weights.items():
-        check_axis(spec, f"{name}.{key}".lstrip("."), shapes[key])
-        problem = _weight_problem(spec, shapes[key])
+        problem = _weight_problem(spec, shapes[key], f"{name}.{key}".lstrip("."))
         if problem:
             return kept_in_float(problem)
     has_input = kind.inputs > 0
@@ -381,11 +394,28 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
         weight_mode=weight_mode,
         ste=decision.ste,
         observer=decision.observer,
+        fallback=_fallback_note(rule_spec, weights, shapes),
         nbytes_after=sum(stored_nbytes(weights[key], shape) for key, shape in shapes.items()) if weights else before,
     )
 
 
-def _modes(decision: Decision, weights: Iterable[QuantSpec], *, has_input: bool) -> tuple[ScaleMode, ScaleMode]:
+def _block_problem(form: BlockFormat, shape: tuple[int, ...]) -> str:
+    return f"{shape[-1]}, the size of the weight's last axis, is not a multiple of {form.block_size}"
+
+
+def _fallback_note(
+    rule_spec: AnySpec | None, weights: Mapping[str, AnySpec], shapes: Mapping[str, tuple[int, ...]]
+) -> str:
+    """Say which weights have another block format than their rule says, because its blocks do not fit."""
+    if not isinstance(rule_spec, BlockFormat):
+        return ""
+    others = {key: form for key, form in weights.items() if form != rule_spec}
+    return "; ".join(
+        f"{form} instead of {rule_spec}: {_block_problem(rule_spec, shapes[key])}" for key, form in others.items()
+    )
+
+
+def _modes(decision: Decision, weights: Iterable[AnySpec], *, has_input: bool) -> tuple[ScaleMode, ScaleMode]:
     """Return the scale modes of activations and of weights; without a mode in the recipe, bit widths decide."""
     if decision.mode is not None:
         return decision.mode, decision.mode if isinstance(decision.mode, Learned | Fixed) else _WEIGHTS
@@ -395,9 +425,12 @@ def _modes(decision: Decision, weights: Iterable[QuantSpec], *, has_input: bool)
     return mode, _FEW if _has_few_bits(weights) else _WEIGHTS
 
 
-def _has_few_bits(specs: Iterable[QuantSpec]) -> bool:
+def _has_few_bits(specs: Iterable[AnySpec]) -> bool:
     """Return whether all specs are integers of few bits, with scales that can be learned."""
-    checked = [s.format.is_integer and s.bits <= FEW_BITS and s.scale_format == "float" for s in specs]
+    checked = [
+        isinstance(s, QuantSpec) and s.format.is_integer and s.bits <= FEW_BITS and s.scale_format == "float"
+        for s in specs
+    ]
     return bool(checked) and all(checked)
 
 
@@ -414,13 +447,22 @@ def _layer_problem(module: nn.Module) -> str:
     return ""
 
 
-def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
-    """Return the spec for a weight; axis 0 of a per-channel spec becomes the weight's output-channel axis."""
+def _weight_spec(spec: AnySpec, shape: tuple[int, ...], axis: int) -> AnySpec:
+    """Return the spec for a weight.
+
+    Axis 0 of a per-channel spec becomes the weight's output-channel axis. A block format that does not fit becomes the
+    format that llama.cpp uses instead.
+    """
+    if isinstance(spec, BlockFormat):
+        return spec.fallback_for(shape) or spec
     return spec.replace(granularity=PerAxis(axis)) if spec.granularity == PerAxis(0) and axis else spec
 
 
-def _weight_problem(spec: QuantSpec, shape: tuple[int, ...]) -> str:
+def _weight_problem(spec: AnySpec, shape: tuple[int, ...], name: str) -> str:
     """Return the reason why a weight of this shape cannot have the spec, or "" if it can."""
+    if isinstance(spec, BlockFormat):
+        return "" if spec.fits(shape) else _block_problem(spec, shape)
+    check_axis(spec, name, shape)
     kind = spec.granularity
     if isinstance(kind, PerToken):
         return "per-token granularity applies only to activations: use 'axis0', 'tensor' or groups for weights"
@@ -469,5 +511,7 @@ def _with_norms(lines: list[LayerPlan], model: nn.Module) -> Iterator[LayerPlan]
     for line in lines:
         norm = folds.get(line.name, "")
         tied = line.tied or any(f"{line.name}.{key}".lstrip(".") in owners for key in line.weights)
-        foldable = line.weights and not tied and runs_as_matmul(float_class_of(modules[line.name]))
+        has_blocks = any(isinstance(spec, BlockFormat) for spec in line.weights.values())
+        is_matmul = runs_as_matmul(float_class_of(modules[line.name]))
+        foldable = line.weights and not tied and not has_blocks and is_matmul
         yield replace(line, norm=norm) if norm and foldable else line

@@ -14,7 +14,7 @@ graphs. Its arguments are tensors, strings and integers. It supports meta and fa
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from detent import scale_rule
-from detent.errors import DtypeError, ParamsError, ShapeError, UnsupportedError
+from detent.block_format import BlockFormat
+from detent.errors import DtypeError, ParamsError, ShapeError, SpecError, UnsupportedError
 from detent.formats import Format
+from detent.gguf import find_block_format
 from detent.params import ParamsLike, QuantParams
 from detent.plan import check_is_params, check_step
 from detent.rule import as_estimator
@@ -32,6 +34,7 @@ from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, get_
 from detent.torch import eager, traced
 from detent.torch import traced_namespace as xp
 from detent.torch.arrays import check_float, is_plain, on_cpu, scale_dtype, to_array
+from detent.torch.block_quantizer import fake_quantize_block_format
 from detent.torch.gpu import launch
 
 __all__ = [
@@ -55,7 +58,7 @@ __all__ = [
 
 def fake_quantize(
     x: Tensor,
-    params: ParamsLike,
+    params: ParamsLike | BlockFormat,
     *,
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
@@ -67,8 +70,8 @@ def fake_quantize(
     Args:
         x: float data.
         params: ``QuantParams`` that fit the shape of x, or a spec. With a spec, the range of x determines the
-            parameters. Compilers cannot trace a spec as text: under ``torch.compile``, pass
-            ``dt.QuantSpec.parse(text)``.
+            parameters. Or a block format such as ``dt.gguf.q4_k``. Compilers cannot trace a spec as text: under
+            ``torch.compile``, pass ``dt.QuantSpec.parse(text)``.
         scale: tensor that replaces the scale of ``params`` and receives the gradient of the scale (LSQ).
         zero_point: tensor that replaces the zero point of ``params`` and receives the gradient of the zero point
             (LSQ+). The forward pass rounds and clamps this tensor.
@@ -91,11 +94,20 @@ def fake_quantize(
     tensor([   0., -127.])
     """
     check_float(x)
+    form = find_block_format(params)
+    if form is not None:
+        if scale is not None or zero_point is not None or not (ste is None or isinstance(ste, Identity)):
+            raise SpecError(
+                f"{form} derives its scales itself, and its gradient passes straight through: omit scale=, zero_point= "
+                "and ste="
+            )
+        return fake_quantize_block_format(x, form)
     for name, part in (("scale", scale), ("zero_point", zero_point)):
         if part is not None:
             check_float(part, name)
     if not isinstance(params, QuantSpec | Format | str):
         check_is_params(params)
+        params = cast("QuantParams", params)
     elif is_plain(x):
         params = QuantParams.from_data(params, to_array(x))
     else:

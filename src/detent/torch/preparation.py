@@ -14,12 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from detent.errors import SpecError, StateError
+from detent.block_format import BlockFormat
+from detent.block_tensor import BlockTensor
+from detent.errors import SpecError, StateError, UnsupportedError
 from detent.rule import Arithmetic
+from detent.ste import Identity
 from detent.tables import counted
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import process_count, scale_dtype
 from detent.torch.batchnorm import Fold, QuantizedNorm
+from detent.torch.block_quantizer import BlockFakeQuantize
 from detent.torch.computed_weights import current_weight, has_weight, weight_owner
 from detent.torch.layers import float_class_of, kind_of
 from detent.torch.model_plan import LayerPlan, ModelPlan, RecipeLike, plan
@@ -32,6 +36,7 @@ __all__ = [
     "evaluating",
     "freeze",
     "is_frozen",
+    "onnx_weights",
     "plan_of",
     "prepare",
     "prepared_state",
@@ -53,6 +58,7 @@ _LAYER_STATE = (
 _RESERVED = ("fold", "arithmetic", "bias_rule", "memory", "next_quantizer")
 BiasRule = Literal["float", "exported"]
 Memory = Literal["float", "codes", "auto"]
+AnyQuantizer = FakeQuantize | BlockFakeQuantize
 _FUSED_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
@@ -115,7 +121,7 @@ def prepare(
     sync = process_count() > 1 if sync is None else sync
     modules = dict(model.named_modules())
     _check_free_names(model_plan, modules)
-    shared: dict[object, FakeQuantize] = {}
+    shared: dict[object, AnyQuantizer] = {}
     quantizers = {
         layer.name: _make_quantizers(layer, modules[layer.name], shared, sync=sync) for layer in model_plan.quantized
     }
@@ -220,8 +226,8 @@ def _quantizer_names(layer: LayerPlan, module: nn.Module) -> list[str]:
 
 
 def _make_quantizers(
-    layer: LayerPlan, module: nn.Module, shared: dict[object, FakeQuantize], *, sync: bool
-) -> dict[str, FakeQuantize]:
+    layer: LayerPlan, module: nn.Module, shared: dict[object, AnyQuantizer], *, sync: bool
+) -> dict[str, AnyQuantizer]:
     """Make the quantizers of a layer, by name; ``shared`` maps ids of weights to quantizers, for tied weights."""
     first = next((each for each in module.parameters() if each.is_floating_point()), None)
     device, dtype = (torch.device("cpu"), torch.float32) if first is None else (first.device, scale_dtype(first))
@@ -234,7 +240,8 @@ def _make_quantizers(
         if quantizer is None:
             quantizer = _make_quantizer(layer, name, parameter, dtype)
             quantizer.name = f"{layer.name}.{name}".lstrip(".")
-            quantizer.observer, quantizer.sync = layer.observer, sync and parameter is None
+            if isinstance(quantizer, FakeQuantize):
+                quantizer.observer, quantizer.sync = layer.observer, sync and parameter is None
             quantizer.to(device).train(module.training)
         if owner is not None:
             shared[owner] = quantizer
@@ -248,16 +255,24 @@ def _owner_key(module: nn.Module, weight: str) -> object:
     return (id(owner), weight) if owner is module else id(owner)
 
 
-def _make_quantizer(layer: LayerPlan, name: str, weight: Tensor | None, dtype: torch.dtype) -> FakeQuantize:
+def _make_quantizer(layer: LayerPlan, name: str, weight: Tensor | None, dtype: torch.dtype) -> AnyQuantizer:
     try:
         if weight is not None:
             spec, shape = layer.weights[name.removesuffix("_quantizer")], tuple(weight.shape)
+            if isinstance(spec, BlockFormat):
+                _check_block_estimator(layer)
+                return BlockFakeQuantize(spec)
             return FakeQuantize(spec, layer.weight_mode, layer.ste, shape=shape, dtype=dtype)
         data_spec = layer.output if name == "output_quantizer" else layer.input
         assert data_spec is not None  # noqa: S101 - _quantizer_names lists only quantizers with a spec
         return FakeQuantize(data_spec, layer.mode, layer.ste, dtype=dtype)
     except SpecError as error:
         raise SpecError(f"cannot construct {layer.name}.{name}: {error}".lstrip(".")) from error
+
+
+def _check_block_estimator(layer: LayerPlan) -> None:
+    if layer.ste is not None and not isinstance(layer.ste, Identity):
+        raise SpecError(f"got ste={layer.ste!r} for a block format, whose gradient passes straight through: omit ste")
 
 
 def _check_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -321,7 +336,7 @@ def unprepare(model: nn.Module) -> nn.Module:
                 encoder.use_nested_tensor = True
         if isinstance(module, QuantizedLayer):
             for name, child in list(module._modules.items()):
-                if isinstance(child, FakeQuantize) and name.endswith("_quantizer"):
+                if isinstance(child, AnyQuantizer) and name.endswith("_quantizer"):
                     del module._modules[name]
         if isinstance(module, QuantizedLayer | QuantizedNorm):
             for name in _LAYER_STATE:
@@ -367,8 +382,10 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor]:
+def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor | BlockTensor]:
     """Return the quantized weights as they are exported, with batch norms folded in, by full name.
+
+    A weight with a block format is a ``BlockTensor``.
 
     Args:
         model: a prepared model, calibrated or trained.
@@ -381,6 +398,33 @@ def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor]:
     >>> qt.quantized_state(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16"))["0.weight"].codes.dtype
     dtype('int8')
     """
+    state: dict[str, QuantizedTensor | BlockTensor] = {**_state_with_params(model)}
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, QuantizedLayer):
+            for key, module in layer._modules.items():
+                if isinstance(module, BlockFakeQuantize) and module.enabled:
+                    name = key.removesuffix("_quantizer")
+                    state[f"{prefix}.{name}".lstrip(".")] = layer.block_weight(name)
+    return state
+
+
+@torch.no_grad()
+def onnx_weights(model: nn.Module) -> dict[str, QuantizedTensor]:
+    """Return ``quantized_state`` for an ONNX file, which cannot store block formats.
+
+    Raises:
+        UnsupportedError: a weight has a block format.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, BlockFakeQuantize) and module.enabled:
+            raise UnsupportedError(
+                f"{name} has the block format {module.spec}, which ONNX files cannot store: use a recipe such as "
+                "'w4a16-g32' for ONNX, or qt.quantized_state(model) for the bytes"
+            )
+    return _state_with_params(model)
+
+
+def _state_with_params(model: nn.Module) -> dict[str, QuantizedTensor]:
     plan_of(model)
     _check_folds(model)
     return {

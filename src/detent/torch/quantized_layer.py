@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from detent.errors import UnsupportedError
+from detent.block_tensor import BlockTensor
+from detent.errors import DetentError, UnsupportedError
 from detent.granularity import PerAxis, PerTensor
 from detent.kernels import checksum
 from detent.ops import quantize
@@ -35,6 +36,7 @@ from detent.torch import (
 )
 from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor
 from detent.torch.batchnorm import Fold, QuantizedNorm, unfused_weight
+from detent.torch.block_quantizer import BlockFakeQuantize, fake_quantize_block_format, straight_through
 from detent.torch.computed_weights import current_weight, weight_for_forward
 from detent.torch.exported_bias import exported_bias
 from detent.torch.integer_product import Requantization, WeightCodes
@@ -152,8 +154,26 @@ class QuantizedLayer(nn.Module):
     def weight_in_forward(self, name: str) -> Tensor:
         """Return the quantized weight inside forward, and the float parameter outside."""
         weight = weight_for_forward(self, name)
+        blocks = self.block_quantizer(name) if self._forwards else None
+        if blocks is not None:
+            return blocks(weight)  # type: ignore[no-any-return]  # a tensor
         quantizer = self.quantizer(f"{name}_quantizer") if self._forwards else None
         return weight if quantizer is None or quantizer.is_passing else quantizer(weight)
+
+    def block_quantizer(self, name: str) -> BlockFakeQuantize | None:
+        """Return the quantizer of a weight with a block format, or None if it does not exist or is disabled."""
+        module = self._modules.get(f"{name}_quantizer")
+        return module if isinstance(module, BlockFakeQuantize) and module.enabled else None
+
+    def block_weight(self, name: str) -> BlockTensor:
+        """Return the weight in its block format, as a file contains it."""
+        module = self._modules[f"{name}_quantizer"]
+        assert isinstance(module, BlockFakeQuantize)  # noqa: S101 - callers find such quantizers
+        try:
+            return quantize(to_array(on_cpu(self.float_weight(name).detach()).contiguous()), module.spec)
+        except DetentError as error:
+            error.args = (f"{module.name.removesuffix('_quantizer')}: {error}", *error.args[1:])
+            raise
 
     def weight_quantizer_of(self, name: str) -> FakeQuantize:
         """Return the quantizer of a weight, even if it is disabled."""
@@ -239,17 +259,38 @@ class QuantizedMatmul(QuantizedLayer):
             self.fold.unfuse()  # batch norm normalizes axis 1, which is not the layer's channel axis here
             self.fold = None
         inputs, weights = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
+        y: Tensor
         if weights is not None and weights.is_passing:
             weights = None
         if inputs is not None and inputs.is_passing:
             inputs(x)
             inputs = None
-        if inputs is None and weights is None and not self._is_fused:
-            y: Tensor = self.float_class.forward(self, x)
+        blocks = self.block_quantizer("weight")
+        if blocks is not None:
+            y = self._multiply_by_blocks(x, inputs, blocks)
+        elif inputs is None and weights is None and not self._is_fused:
+            y = self.float_class.forward(self, x)
         else:
             y = self._matmul(x, inputs, weights)
         result: Tensor = self._quantized_output(y)
         return result
+
+    def _multiply_by_blocks(self, x: Tensor, inputs: FakeQuantize | None, blocks: BlockFakeQuantize) -> Tensor:
+        """Multiply by the weight as its block format stores it; its gradient passes straight through."""
+        weight = self.weight
+        x = self.padded(x) if weight.ndim > 2 else x
+        if is_plain(x) and is_plain(weight):
+
+            def make(_: bool) -> QuantizedWeight:
+                values = fake_quantize_block_format(weight.detach(), blocks.spec)
+                return QuantizedWeight(FLOAT, None, values, keep=True)
+
+            values = self._cached(weight, None, None, make, to_codes=False).tensor
+            quantized = straight_through(weight, values)
+        else:
+            quantized = blocks(weight)
+        assert self.kind.matmul is not None  # noqa: S101 - qt.plan gives block formats only to registered layers
+        return self.kind.matmul(self).forward(x if inputs is None else inputs(x), quantized, self.bias)
 
     @property
     def _is_fused(self) -> bool:

@@ -29,7 +29,7 @@ from detent.params import QuantParams
 from detent.torch.arrays import to_array
 from detent.torch.export_graph import MAX_BIAS_CODE
 from detent.torch.export_marks import copy_for_export, fold_in
-from detent.torch.preparation import quantized_state, quantizers_of, weight_layers
+from detent.torch.preparation import onnx_weights, quantizers_of, weight_layers
 from detent.torch.quantized_layer import QuantizedMatmul
 from detent.torch.quantizer import FakeQuantize
 from detent.verification.codes import shift_of
@@ -261,7 +261,7 @@ def _dequantized(codes: Array, params: QuantParams, shift: int) -> Array:
 def _as_exported(model: nn.Module, int32_biases: Collection[tuple[str, str]]) -> nn.Module:
     """Copy a model as it is exported: with dequantized weights, folded batch norms and rounded biases."""
     copy = copy_for_export(model)
-    state = quantized_state(copy)
+    state = onnx_weights(copy)
     for module in copy.modules():
         if isinstance(module, QuantizedMatmul) and module.fold is not None:
             fold_in(module, module.fold)

@@ -30,7 +30,7 @@ from detent.torch.arrays import call_with, on_cpu, to_array
 from detent.torch.computed_weights import weight_owner
 from detent.torch.export_record import WHERE, ExportRecord
 from detent.torch.onnx_export import exported_model
-from detent.torch.preparation import evaluating, is_frozen, plan_of, quantized_state, quantizers_of, weight_layers
+from detent.torch.preparation import evaluating, is_frozen, onnx_weights, plan_of, quantizers_of, weight_layers
 from detent.torch.quantized_layer import QuantizedMatmul
 from detent.torch.quantizer import FakeQuantize
 from detent.verification.codes import shift_of
@@ -148,7 +148,7 @@ class TorchSource:
 
     def weights(self) -> dict[str, QuantizedTensor]:
         """Map full names to quantized weights."""
-        return quantized_state(self._model)
+        return onnx_weights(self._model)
 
     def expected(self, quantizer: QuantizeNode) -> Expected | None:
         """Return the model's quantizer for a node of the file, or None if the quantizer's name is not recorded."""
