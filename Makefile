@@ -123,7 +123,8 @@ bench-kinds: $(STAMP) ## compare recurrent layers and subgraphs with ONNX Runtim
 	$(QUIET) $(RUN) benchmarks/graph_kinds.py --output benchmarks/results/graph_kinds.json
 	$(RUN) benchmarks/render_graph_kinds.py
 
-bench-ptq: $(STAMP) ## measure attention, float16 models and ragged groups; update the tables
+bench-ptq: $(STAMP) ## measure attention, float16 models, ragged groups and PTQ in PyTorch; update the tables
+	$(RUN) benchmarks/torch_ptq.py --output benchmarks/results/torch_ptq.json
 	$(QUIET) $(RUN) benchmarks/attention_matmuls.py --output benchmarks/results/attention_matmuls.json
 	$(QUIET) $(RUN) benchmarks/graph_kinds.py --cases bert-float16 vit-float16 squeezenet-float16 bert-192 deit-144 swin-96 \
 		--output benchmarks/results/float16_groups.json

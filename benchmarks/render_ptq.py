@@ -1,4 +1,4 @@
-"""Render the tables of attention, float16 models and ragged groups in docs/benchmarks.md.
+"""Render the tables of attention, float16 models, ragged groups and PTQ in PyTorch in docs/benchmarks.md.
 
 ::
 
@@ -6,7 +6,7 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from page import placed, table_row
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = {"attention": "attention_matmuls.json", "float16": "float16_groups.json"}
+FILES = {"attention": "attention_matmuls.json", "float16": "float16_groups.json", "torch": "torch_ptq.json"}
 KINDS = {"float16": "float16", "groups": "ragged groups"}  # section, and kind of the cases
 NOT_RUN = "ONNX Runtime cannot load the file"
 
@@ -24,8 +24,18 @@ def rendered(results: Mapping[str, Any]) -> dict[str, str]:
     """Render each section by its name, as Markdown."""
     return {
         "attention-table": _attention(results["attention"]["models"]),
+        "torch-ptq-table": _torch(results["torch"]["rows"]),
         **{f"{section}-table": _kinds(results["float16"]["models"], kind) for section, kind in KINDS.items()},
     }
+
+
+def _torch(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("network", "recipe", "calibration alone", "`qt.quantize`", "`qo.quantize`", "verified")
+    lines = [table_row(*head), "|---|---|--:|--:|--:|---|"]
+    for row in rows:
+        values = [f"{row[name]:.1f} dB" for name in ("plain_db", "torch_db", "onnx_db")]
+        lines.append(table_row(row["network"], row["recipe"], *values, "yes" if row["verified"] else "**no**"))
+    return "\n".join(lines)
 
 
 def _attention(models: Mapping[str, Any]) -> str:

@@ -132,7 +132,7 @@ class _Search:
         own, weight, errors = self._moments[part, part], self._weight[part], self._errors[part]
         others = 2 * (self._moments[part] @ self._errors - own @ errors)
         best = np.sum((own @ errors + others) * errors, axis=0)
-        limit: Array | None = None
+        limit: Any = None
         for scale, zero in self._candidates(number):
             tried = self._error(weight, scale[None], zero[None])
             squares = np.sum(tried * tried, axis=0, dtype=np.float64)

@@ -59,9 +59,12 @@ _PARTS = {
     "ranges": RangeDecision,
 }
 _SMALL = (TensorProto.INT4, TensorProto.UINT4, TensorProto.INT8, TensorProto.UINT8)  # zero points in the file
-_KINDS = {TensorProto.FLOAT: "float32", TensorProto.INT32: "int32", TensorProto.DOUBLE: "float64"} | dict.fromkeys(
-    _SMALL, "int32"
-)  # types of constants that decisions refer to, and the dtype of the array in the decisions
+_KINDS: dict[int, str] = {
+    TensorProto.FLOAT: "float32",
+    TensorProto.INT32: "int32",
+    TensorProto.DOUBLE: "float64",
+    **dict.fromkeys(_SMALL, "int32"),
+}  # types of constants that decisions refer to, and the dtype of the array in the decisions
 _DTYPES = ("float32", "float64", "int32", "uint8")
 _FLOAT32 = ("scale", "observed_range", "input_range")  # fields with one or two float32 numbers
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
