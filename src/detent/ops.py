@@ -144,7 +144,8 @@ def dequantize(
     """
     if isinstance(q, QuantizedTensor | BlockTensor):
         if params is not None:
-            raise DtypeError(f"got params for a {type(q).__name__}, which has its own scales: leave params out")
+            own = "params" if isinstance(q, QuantizedTensor) else "scales"
+            raise DtypeError(f"got params for a {type(q).__name__}, which has its own {own}: leave params out")
         return q.dequantize(dtype, out)
     if params is None:
         raise DtypeError(f"got {type(q).__name__} without params, but codes need params: use dequantize(codes, params)")

@@ -167,7 +167,7 @@ def test_the_model_and_the_samples_are_written_once(job, threads, monkeypatch):
     save, write = workspace_module.save, workspace_module.write_arrays
     monkeypatch.setattr(workspace_module, "save", lambda model, path: models.append(path) or save(model, path))
     monkeypatch.setattr(workspace_module, "write_arrays", lambda path, feed: arrays.append(path) or write(path, feed))
-    quantized(job, threads)  # surveys, calibrates, and measures noise
+    quantized(job, threads, equalize=False)  # surveys, calibrates, and measures noise
     assert len(models) == 1
     assert 0 < len(arrays) <= 32
 

@@ -211,12 +211,15 @@ def check_weights(model: nn.Module, graph: Graph, provenance: Provenance) -> Non
         tensor = state[full]
         codes, scale, zero = graph.array(name).astype(np.int64), graph.array(f"{full}_scale"), 0
         if f"{full}_zero_point" in graph.constants:
-            (zero,) = np.unique(graph.array(f"{full}_zero_point").astype(np.int64))
-        expected = tensor.codes.astype(np.int64) - int(tensor.params.zero_point.flat[0])
-        scales = tensor.params.scale
+            zero = graph.array(f"{full}_zero_point").astype(np.int64)
+        expected, zeros, scales = tensor.codes.astype(np.int64), tensor.params.zero_point, tensor.params.scale
         if is_transposed(graph, name):
-            expected, scales = expected.T, scales.T
-        assert np.array_equal(codes - zero, expected), full
+            expected, zeros, scales = expected.T, zeros.T, scales.T
+        if np.ptp(zeros):  # zero points of groups are those of the file
+            assert np.array_equal(codes, expected), full
+            assert np.array_equal(zero, zeros), full
+        else:
+            assert np.array_equal(codes - np.unique(zero).item(), expected - int(zeros.flat[0])), full
         assert (scale.shape, scale.tobytes()) == (scales.shape, scales.tobytes()), full
     smallest = min(tensor.size for tensor in state.values())
     sizes = [np.prod(each.dims) for each in graph.constants.values() if each.data_type == TensorProto.FLOAT]

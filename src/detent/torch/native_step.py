@@ -33,6 +33,7 @@ from detent.ste import Clipped, Estimator, Identity
 from detent.torch import eager
 from detent.torch.arrays import PLAIN_TYPES, Order, borrow_as, is_channels_last, is_distributed, order_of
 from detent.torch.batchnorm import Fold
+from detent.torch.block_quantizer import BlockFakeQuantize
 from detent.torch.integer_probe import convolve_codes, integer_kernels, multiply_codes, pack_convolution
 from detent.torch.integer_product import InputCodes, WeightCodes, integer_product
 from detent.torch.layers import Convolution, Linear, Matmul, Operand, QuantizedWeight, matmul_gradients
@@ -52,6 +53,8 @@ def run(layer: Any, x: Tensor) -> Tensor | None:
     """Compute a training pass of a prepared matmul or convolution; return None if the general path must compute it."""
     if type(x) not in PLAIN_TYPES or not _is_ordinary():
         return None
+    if isinstance(layer._modules.get("weight_quantizer"), BlockFakeQuantize):
+        return None  # a block format has no parameters that a step could keep
     steps = layer._steps
     if steps is None:
         steps = layer._steps = {}
