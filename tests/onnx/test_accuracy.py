@@ -277,6 +277,41 @@ def test_layers_below_8_bits_are_compared_as_the_file_computes_them():
     assert noise == pytest.approx(np.square(new - old).sum() / np.square(old).sum(), rel=0.02)
 
 
+def test_noise_is_that_of_the_file_if_only_one_node_reads_the_codes():
+    m = Maker()
+    branch = m.matmul("x", 32, 32, name="fc", weight=0.01 * weights(32, 32))
+    model, feeds = m.model([("x", [1, "n", 32])], [m.add("Add", ["x", branch])]), rows(width=32, length=64)
+    plan = qo.plan(qo.prepare(model))
+    seen = qo.calibrate(plan, feeds)
+    noise = NoiseByLayer(plan, choose_params(plan, seen), feeds[:1]).noise_without()
+    (old,), (new,) = (make_session(each).run(None, feeds[0]) for each in (plan.model, qo.insert(plan, seen)))
+    assert noise == pytest.approx(np.square(new - old).sum() / np.square(old).sum(), rel=0.02)
+    assert noise < 1e-7, "the Add reads x in float"
+
+
+def residual_blocks(count):
+    """Residual blocks after a convolution that is kept in float."""
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 3, 16)])
+    for _ in range(count):
+        t = m.add("Add", [t, m.conv(t, 16, 16, weight=0.1 * weights(16, 16, 3, 3))])
+    return m.model([("x", [2, 3, 8, 8])], [m.conv(t, 16, 4)])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "prefer", "additions"),
+    [(1, "balanced", 0), (4, "balanced", 4), (4, "speed", 0), (1, "accuracy", 1)],
+)
+def test_additions_behind_a_float_layer_are_quantized_if_they_add_little_noise(blocks, prefer, additions, tmp_path):
+    feeds, path = images(8, channels=3), tmp_path / "q.onnx"
+    options = {"progress": False, "equalize": False, "bias_correction": False, "prefer": prefer}
+    report = qo.quantize(residual_blocks(blocks), path, feeds, **options)
+    assert any("kept additions" in step for step in report.steps) == ((blocks, prefer) == (4, "balanced"))
+    counts = operators(qo.load(path))
+    assert (counts["Add"], counts["QLinearAdd"]) == (additions, blocks - additions)
+    assert dt.verify(residual_blocks(blocks), path).ok
+
+
 @pytest.mark.parametrize("factor", [0.1, 1 / 3, 0.7, 1.1])
 def test_scales_of_multiples_are_rounded_once(factor):
     spec = dt.QuantSpec("uint8", symmetric=False)

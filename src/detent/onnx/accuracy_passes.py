@@ -7,6 +7,7 @@ choosing kernels        which last layers stay in float, and which get a quantiz
 choosing samples        the samples on which the following passes run the model (``samples``)
 equalization            factors between convolutions (``equalization``)
 SmoothQuant             factors between channels of matmul inputs and weights (``smoothquant``)
+choosing additions      whether additions behind float layers stay in float (``placement``)
 fitting group scales    scales of weight-only matmuls with groups (``group_scales``)
 calibration             nothing; it observes the ranges of activations (``calibration``)
 choosing ranges         which activations may be clipped (``calibration``)
@@ -105,6 +106,7 @@ CALIBRATION_RUNS, RECORDED_RUNS, MEASURED_RUNS = 3.0, 5.0, 80.0
 MIN_SECONDS_ANNOUNCED = 5.0
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
 MAX_CHANGED_NOISE = 0.8  # noise after equalization or SmoothQuant, relative to the noise before (1 dB)
+MAX_ADDITION_NOISE = 1.2  # noise with quantized additions behind float layers, relative to float additions (0.8 dB)
 MAX_FITTED_NOISE = 0.95  # the same limit for scales of groups that fit the data
 MAX_CHANGED_NOISE_SAFE = 0.5  # the same limit if the SQNR is above 30 dB (3 dB)
 MIN_PAIRED_SAMPLES = 8  # on at least as many samples, noise before and after is also compared sample by sample
@@ -245,8 +247,9 @@ def decide_with_data(
         samples = EFFORTS[options.effort].samples(chosen, per_sample)
         _announce_time(graph_plan.model, batches, chosen, per_sample, options.effort)
     graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, samples, options, run)
+    graph_plan, additions = _choose_additions(graph_plan, samples, options, run.memory_budget)
     if groups is not None and observed_tensors(graph_plan) != [name for group in groups for name in group]:
-        groups = _tensor_groups(graph_plan, batches, run)  # SmoothQuant inserted Mul nodes
+        groups = _tensor_groups(graph_plan, batches, run)  # other tensors are observed now
     progress = True if run.progress is None else run.progress
     with running("calibration"):
         calibration = calibrate_groups(
@@ -262,7 +265,7 @@ def decide_with_data(
     facts = replace(facts, data=calibration.fingerprint, equalized=equalized, smoothed=smoothed)
     assembly = _Assembly(facts, calibration, choice.ranges)
     decisions, biases = _with_biases(assembly, graph_plan, isolated, samples, options, original)
-    steps = (*map(str, equalized), *map(str, smoothed), *fitted, *choice.steps)
+    steps = (*map(str, equalized), *map(str, smoothed), *additions, *fitted, *choice.steps)
     for step in steps:
         _log.info("%s", step)
     decided = Decided(decisions, graph_plan, chosen, steps, calibration.summary, goal=goal)
@@ -358,7 +361,8 @@ def _meet_goal(
 ) -> Decided:
     """Keep more layers in float until the drop of the metric is within the limit."""
     samples = decided.samples[:MIN_COMPARED]
-    noise = choice.noise or NoiseByLayer(choice.unkept_plan, choice.ranges.params, samples, workspace)
+    placements = choice.unkept_plan.placements(assembly.calibration.ranges)
+    noise = choice.noise or NoiseByLayer(choice.unkept_plan, choice.ranges.params, samples, workspace, placements)
     trials = ModelTrials(goal, replan, assembly.decisions, partial(rewrite, original), noise)
     start = frozenset(choice.kept)
     trials.measure(start, decided.decisions)
@@ -446,7 +450,7 @@ def _choose_quantizers(
         return _Choice(graph_plan, ranges, graph_plan)
     can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
     with running("measuring noise at the outputs"):
-        noise = NoiseByLayer(graph_plan, ranges.params, samples.compared, run.workspace)
+        noise = NoiseByLayer(graph_plan, ranges.params, samples.compared, run.workspace, placements)
     if clipped is not None:
         with running("searching ranges"):
             ranges = _searched_ranges(noise, graph_plan, placements, calibration, clipped, samples, run.memory_budget)
@@ -553,6 +557,30 @@ def _equalize_and_smooth(
     return plan.with_model(graph_plan.model) if is_changed else plan, equalized, smoothed
 
 
+def _choose_additions(
+    graph_plan: GraphPlan, samples: Samples, options: Options, memory_budget: int | None
+) -> tuple[GraphPlan, tuple[str, ...]]:
+    """Keep additions behind float layers in float, if quantizing them adds much noise at the outputs."""
+    float_plan = graph_plan.with_float_additions()
+    if options.prefer == "speed" or graph_plan.placements() == float_plan.placements():
+        return graph_plan, ()
+    if options.prefer == "accuracy":
+        return float_plan, ()
+    if not options.is_measured:
+        return graph_plan, ()
+    with running("choosing additions"):
+        try:
+            plans = graph_plan.with_fixed_inputs(), float_plan.with_fixed_inputs()
+            quantized, in_float = (fmean(_min_max_noise(plan, samples.evaluated, memory_budget)) for plan in plans)
+        except NotCalibratedError as error:
+            _log.info("additions were not compared, because the noise at the outputs cannot be measured: %s", error)
+            return graph_plan, ()
+        if quantized <= MAX_ADDITION_NOISE * in_float:
+            return graph_plan, ()
+        change = -_percent(quantized, in_float)
+        return float_plan, (f"kept additions behind float layers in float: {change:.0f}% less noise at the outputs",)
+
+
 def _fit_scales(
     graph_plan: GraphPlan, samples: Samples, options: Options, memory_budget: int | None
 ) -> tuple[GraphPlan, tuple[str, ...]]:
@@ -637,8 +665,8 @@ def _min_max_noise(graph_plan: GraphPlan, samples: Sequence[Feed], memory_budget
     batches = open_batches(samples, inputs_of(graph_plan.model))
     groups = None if memory_budget is None else tensor_groups(graph_plan, batches, memory_budget)
     calibration = calibrate_groups(graph_plan, batches, groups, "minmax", False, None, tuple(samples))
-    params = choose_params(graph_plan.placements(calibration.ranges), calibration, ())
-    noise = NoiseByLayer(graph_plan, params, samples)
+    placements = graph_plan.placements(calibration.ranges)
+    noise = NoiseByLayer(graph_plan, choose_params(placements, calibration, ()), samples, None, placements)
     outputs = max(noise.count, 1) / len(samples)
     return [each / outputs for each in noise.sample_noises()]
 

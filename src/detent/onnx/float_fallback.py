@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.graph_plan import GraphPlan, LayerPlan
 from detent.onnx.layer_error import ReferenceOutputs, Switch, SwitchableModel
 from detent.onnx.noise_items import RemoteNoise
@@ -106,7 +107,8 @@ class NoiseByLayer:
     """Measurement of the noise at the outputs, relative to their power, with some layers quantized.
 
     The Q/DQ pair of an activation belongs to the layers that read the activation. If no layer reads it, the pair
-    belongs to the layer that computes it. With a workspace, workers run the quantized model.
+    belongs to the layer that computes it. ``placements`` says which nodes read the quantized values, as in the file; by
+    default it is ``plan.placements()``. With a workspace, workers run the quantized model.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class NoiseByLayer:
         params: Mapping[str, QuantParams],
         samples: Sequence[Feed],
         workspace: Workspace | None = None,
+        placements: Iterable[QuantizerPlacement] | None = None,
     ) -> None:
         self.layers = [line.name for line in plan.quantized]
         self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
@@ -123,7 +126,9 @@ class NoiseByLayer:
         self.set_weights(plan)
         self._owners = {tensor: _owners(plan, tensor, self.layers) for tensor in params}
         self._samples = samples
-        switches = [Switch(_flag(tensor), tensor, each) for tensor, each in params.items()]
+        placed = plan.placements() if placements is None else placements
+        readers = {each.tensor: each.readers for each in placed}
+        switches = [Switch(_flag(tensor), tensor, each, readers.get(tensor, ())) for tensor, each in params.items()]
         by_layer = {name: [name] for name in self._weights}
         self._model = SwitchableModel(plan.model, by_layer, switches, plan.target)
         self._outputs = [each for each in array_outputs(plan.model) if plan.graph.kind(each) in MEASURED_TYPES]

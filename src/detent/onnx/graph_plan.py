@@ -165,6 +165,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
         model: the prepared model.
         last_layers: names of layers with a quantized output although no quantized layer comes after them.
         has_fitted_scales: whether scales of weights depend on the data (``group_scales``).
+        float_additions: whether additions of a chain and a tensor from outside it are kept in float (``placement``).
 
     >>> from onnx import parser
     >>> graph_plan = plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -183,6 +184,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
     model: ModelProto = field(repr=False, compare=False)
     last_layers: frozenset[str] = frozenset()
     has_fitted_scales: bool = False
+    float_additions: bool = False
     _weight_params: dict[tuple[str, QuantSpec], QuantParams] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -203,7 +205,8 @@ class GraphPlan(PlanTotals[LayerPlan]):
             for layer in self.quantized
             if layer.input is not None and not chosen[layer.name].is_weight_only
         }
-        return place_quantizers(self.graph, chosen, specs, ranges, self.last_layers & set(chosen))
+        last_layers = self.last_layers & set(chosen)
+        return place_quantizers(self.graph, chosen, specs, ranges, last_layers, float_additions=self.float_additions)
 
     def weight_params(self, line: LayerPlan) -> QuantParams:
         """Return the parameters of a quantized layer's weight; layers with the same weight and spec share them."""
@@ -224,7 +227,8 @@ class GraphPlan(PlanTotals[LayerPlan]):
 
     def with_model(self, model: ModelProto) -> "GraphPlan":
         """Return this plan for a model with the same layers and different weights."""
-        return GraphPlan(self.recipe, self.target, self.layers, model, self.last_layers)
+        last_layers, float_additions = self.last_layers, self.float_additions
+        return GraphPlan(self.recipe, self.target, self.layers, model, last_layers, float_additions=float_additions)
 
     def without(self, names: Iterable[str], reason: str) -> "GraphPlan":
         """Return this plan with some layers kept in float for ``reason``."""
@@ -267,6 +271,10 @@ class GraphPlan(PlanTotals[LayerPlan]):
             for each in self.layers
         )
         return replace(self, layers=tuple(layers))
+
+    def with_float_additions(self) -> "GraphPlan":
+        """Return this plan with additions of a chain and a tensor from outside it in float (``placement``)."""
+        return replace(self, float_additions=True)
 
     def with_quantized_outputs(self, names: Iterable[str]) -> "GraphPlan":
         """Return this plan with quantized outputs for some last layers, which have no quantized layer after them."""

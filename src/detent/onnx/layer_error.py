@@ -228,12 +228,12 @@ def gain_db(remaining: float) -> float:
 
 @dataclass(frozen=True)
 class Switch:
-    """A Q/DQ pair after ``tensor`` that a flag turns on, for all nodes that read the tensor or for one ``reader``."""
+    """A Q/DQ pair after ``tensor`` that a flag turns on, for the nodes ``readers``; empty means all that read it."""
 
     flag: str
     tensor: str
     params: QuantParams
-    reader: str = ""
+    readers: tuple[str, ...] = ()
 
 
 class SwitchableModel:
@@ -267,7 +267,7 @@ class SwitchableModel:
         self._target = target
         self._params: dict[str, Array] = {}  # scales and zero points, by input name
         for switch in switches:
-            readers = [nodes[switch.reader]] if switch.reader else list(graph.consumers(switch.tensor))
+            readers = [nodes[name] for name in switch.readers] or list(graph.consumers(switch.tensor))
             qparams = self._qparams(switch.params)
             inputs = None if needs_clip(qparams) else _param_inputs(switch.flag)
             _insert_switch(graph, switch, readers, qparams, inputs)
@@ -342,7 +342,7 @@ def _insert_switch(
 
     ``names`` are the inputs with scale and zero point; None if these are constants.
     """
-    writer, stem = QdqWriter(graph), switch.reader or switch.tensor
+    writer, stem = QdqWriter(graph), switch.flag
     pair = writer.pair(switch.tensor, stem, names or writer.parameters(stem, qparams), qparams)
     node, chosen = writer.switch(switch.flag, pair.nodes, pair.dequantized, switch.tensor)
     graph.redirect(switch.tensor, chosen, readers)

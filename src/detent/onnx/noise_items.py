@@ -77,7 +77,8 @@ class RemoteNoise:
             "model": asdict(model),
             "layers": list(layers),
             "switches": [
-                [each.flag, each.tensor, each.params.spec.to_json(), *_numbers(each.params)] for each in switches
+                [each.flag, each.tensor, each.params.spec.to_json(), *_numbers(each.params), each.readers]
+                for each in switches
             ],
             "target": target,
             "outputs": list(outputs),
@@ -153,8 +154,8 @@ class _WorkerModel:
 def _worker_model(stamp: FileStamp) -> _WorkerModel:
     setup = json.loads(stamp.check().read_text(encoding="utf-8"))
     switches = [
-        Switch(flag, tensor, _params(QuantSpec.from_json(spec), scale, zero_point))
-        for flag, tensor, spec, scale, zero_point in setup["switches"]
+        Switch(flag, tensor, _params(QuantSpec.from_json(spec), scale, zero_point), tuple(readers))
+        for flag, tensor, spec, scale, zero_point, readers in setup["switches"]
     ]
     model = SwitchableModel(
         read_model(FileStamp.from_dict(setup["model"])),

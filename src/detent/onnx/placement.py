@@ -13,7 +13,8 @@ The output of an operator that only moves data (MaxPool, Reshape, Transpose, ...
 multiplication by a positive constant keeps the codes and changes only the scale, at no run-time cost. Other scalar
 constants in a chain get a Q/DQ pair for the operator that reads them. Gates from outside the chain, such as the sigmoid
 of a squeeze-and-excitation block, also get a Q/DQ pair. An Add may also read a tensor from outside the chain that has a
-Q/DQ pair for a quantized layer: a residual connection, for example, whose first convolution is kept in float.
+Q/DQ pair for a quantized layer: a residual connection, for example, whose first convolution is kept in float. This can
+add noise, so a plan may keep such additions in float.
 """
 
 from collections.abc import Collection, Mapping
@@ -44,13 +45,16 @@ def place_quantizers(
     specs: Mapping[str, QuantSpec],
     ranges: Mapping[str, Range] | None = None,
     last_layers: Collection[str] = (),
+    *,
+    float_additions: bool = False,
 ) -> list[QuantizerPlacement]:
     """Place the Q/DQ pairs of activations, in graph order.
 
     If ``ranges`` of activations are passed, a Concat whose inputs have very different ranges ends a chain (see the
-    module docstring). The outputs of ``last_layers`` are also quantized, although no quantized layer follows.
+    module docstring). The outputs of ``last_layers`` are also quantized, although no quantized layer follows. With
+    ``float_additions``, an Add of a chain and a tensor from outside the chain is kept in float.
     """
-    return _Placer(graph, layers, specs, ranges, last_layers).run()
+    return _Placer(graph, layers, specs, ranges, last_layers, float_additions).run()
 
 
 class _Placer:
@@ -61,8 +65,10 @@ class _Placer:
         specs: Mapping[str, QuantSpec],
         ranges: Mapping[str, Range] | None,
         last_layers: Collection[str],
+        float_additions: bool,
     ) -> None:
         self.graph, self.layers, self.specs, self.ranges = graph, layers, specs, ranges
+        self.float_additions = float_additions
         self.by_node = {id(layer.node): layer for layer in layers.values()}
         self.readers: dict[str, list[str]] = {}
         for name in specs:
@@ -163,7 +169,7 @@ class _Placer:
 
     def _can_read_codes(self, node: NodeProto, name: str) -> bool:
         """Return whether a node of a chain can read an input from outside the chain through a Q/DQ pair."""
-        if node.op_type == "Add" and name in self.readers:
+        if node.op_type == "Add" and name in self.readers and not self.float_additions:
             return True
         return node.op_type in BINARY and (self._is_scalar(name) or self._is_gate(name))
 

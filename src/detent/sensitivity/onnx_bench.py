@@ -69,8 +69,8 @@ class OnnxLayerRunner:
         self.recipe, self.options = recipe, tuple(specs)
         self.groups: Sequence[LayerGroup] = _groups(specs, layers, storage, self._weight_params)
         self.names: Sequence[str] = _float_outputs(model)
-        switches = [Switch(f"{name}//switch", layers[name].data, each, name) for name, each in inputs.items()]
-        self._flags = {switch.reader: switch.flag for switch in switches}
+        switches = [Switch(f"{name}//switch", layers[name].data, each, (name,)) for name, each in inputs.items()]
+        self._flags = {name: switch.flag for switch in switches for name in switch.readers}
         weights = {group.names[0]: group.names for group in self.groups}
         # Parallel runs get one thread each; sequential runs get all threads.
         self.workers, threads = (min(get_num_threads(), MAX_WORKERS), 1) if parallel else (1, 0)
