@@ -44,6 +44,9 @@ Side side_of(const nb::object& runner, const nb::dict& settings) {
   side.held = nb::cast<bool>(settings["held"]);
   side.after_relu = nb::cast<bool>(settings["after_relu"]);
   side.factor = nb::cast<double>(settings["factor"]);
+  side.points = nb::cast<int64_t>(settings["points"]);
+  side.channels = nb::cast<int64_t>(settings["channels"]);
+  side.runner->require_images(side.points, side.channels);
   return side;
 }
 
@@ -393,7 +396,7 @@ void LayerStep::learned(const StepValues& values, bool of_weight, uintptr_t g, u
   std::vector<double> scale_sums(sets), zero_sums(sets);
   const Runner& runner = *side.runner;
   runner.learned_at(at<const void>(g), at<const void>(x), scale.data(), zero.data(), scale_sums.data(),
-                    of_zero ? zero_sums.data() : nullptr);
+                    of_zero ? zero_sums.data() : nullptr, side.points, side.channels);
   float *to_scale = at<float>(of_scale), *to_zero = at<float>(of_zero);
   const float qmin = static_cast<float>(runner.rules().qmin);
   for (size_t i = 0; i < sets; ++i) {
@@ -410,7 +413,7 @@ void LayerStep::learned(const StepValues& values, bool of_weight, uintptr_t g, u
   call.x = at<const void>(x);
   call.g = at<const void>(g);
   call.out = at<void>(g);
-  runner.run_at(call, runner.kernels().backward, scale.data(), zero.data());
+  runner.run_at(call, runner.kernels().backward, scale.data(), zero.data(), true);
 }
 
 }  // namespace detent

@@ -35,6 +35,7 @@ struct Side {
   bool held = false;      // learned: a zero point that starts at qmin is not trained
   bool after_relu = false;
   double factor = 0;      // learned: factor of the gradients of scales and zero points
+  int64_t points = 0, channels = 0;  // if points is not 0: elements and channels of channels-last images
 };
 
 // What one forward pass used; its backward pass needs it.

@@ -115,12 +115,12 @@ bool Runner::run(Call& call, Kernel kernel, const Input& scale, const Input& zer
   return run_at(call, kernel, scale.data(), zero.data());
 }
 
-bool Runner::run_at(Call& call, Kernel kernel, const void* scale, const void* zero) const {
+bool Runner::run_at(Call& call, Kernel kernel, const void* scale, const void* zero, bool backwards) const {
   std::atomic<bool> saw_nan{false};
   call.scale = scale;
   call.zero = zero;
   call.saw_nan = &saw_nan;
-  launch(call, kernel, call.layout.size, kGrain, call.layout.size);
+  launch(call, kernel, call.layout.size, kGrain, call.layout.size, Cut::many, backwards);
   return saw_nan.load();
 }
 
@@ -208,7 +208,8 @@ void Runner::masked_backward(const Input& g, const Input& mask, const Output& ou
 }
 
 void Runner::learned(const Input& g, const Input& x, const Input& scale, const Input& zero, const Output& of_scale,
-                     const Output& of_zero) const {
+                     const Output& of_zero, int64_t points, int64_t channels) const {
+  require_images(points, channels);
   require_bytes("g", g.nbytes(), data_bytes());
   require_bytes("x", x.nbytes(), data_bytes());
   require_bytes("scale", scale.nbytes(), set_bytes());
@@ -217,11 +218,22 @@ void Runner::learned(const Input& g, const Input& x, const Input& scale, const I
   require_bytes("the zero point's gradient", of_zero.nbytes(), 8 * sets_);
   nb::gil_scoped_release unlocked;
   learned_at(g.data(), x.data(), scale.data(), zero.data(), static_cast<double*>(of_scale.data()),
-             static_cast<double*>(of_zero.data()));
+             static_cast<double*>(of_zero.data()), points, channels);
+}
+
+// Checks that channels-last images fit the plan: float32, and each set has whole images.
+void Runner::require_images(int64_t points, int64_t channels) const {
+  if (!points) return;
+  const Layout& layout = call_.layout;
+  const bool whole = layout.block == layout.cols && (!layout.lead || (layout.lead == 1 && layout.axis[0].block == 1));
+  const bool fits = points > 0 && channels > 0 && points <= layout.size && channels <= layout.size / points;
+  if (call_.dtype != Dtype::f32 || !whole || !fits || layout.cols % (points * channels)) {
+    throw std::invalid_argument("channels-last images that do not fit the plan");
+  }
 }
 
 void Runner::learned_at(const void* g, const void* x, const void* scale, const void* zero, double* of_scale,
-                        double* of_zero) const {
+                        double* of_zero, int64_t points, int64_t channels) const {
   Call call = call_;
   const Layout& layout = call.layout;
   if (!layout.size) return;
@@ -231,7 +243,10 @@ void Runner::learned_at(const void* g, const void* x, const void* scale, const v
   call.zero = zero;
   call.exclusive = false;  // learned parameters always use inclusive bounds
   // Every set has room for as many block sums as the largest set needs; single columns are summed together.
-  const bool columns = layout.block == 1 && layout.cols > 1;
+  const bool columns = layout.block == 1 && layout.cols > 1 && !points;
+  call.sets = sets_;
+  call.points = points;
+  call.channels = channels;
   call.blocks = ceil_div(largest_set(), kLeaf);
   call.tile = columns ? kTile : 1;
   const bool integers = call.kind == Kind::integers && of_zero, direct = call.blocks == 1;
@@ -245,6 +260,9 @@ void Runner::learned_at(const void* g, const void* x, const void* scale, const v
   const auto scratch = std::make_unique_for_overwrite<double[]>(
       static_cast<size_t>(ceil_div(pieces, call.step) * 2 * kLeaf * call.tile));
   call.scratch = scratch.get();
+  const auto planes = std::make_unique_for_overwrite<float[]>(
+      static_cast<size_t>(points ? ceil_div(pieces, call.step) * 2 * planes_of(points) * pitch_of(points) : 0));
+  call.planes = planes.get();
   launch_parts(call, kernels_.learned, pieces, call.step, threads);
   if (direct) return;
   launch(call, kernels_.fold_sums, sets_, 1, sets_ * call.blocks);

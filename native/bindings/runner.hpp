@@ -42,9 +42,10 @@ class Runner {
   bool dequantize_backward(const Input& g, const Input& scale, const Input& zero, const Output& out) const;
   void masked_backward(const Input& g, const Input& mask, const Output& out) const;
 
-  // Computes the float64 sums of every set for the gradients of scale and zero point.
+  // Computes the float64 sums of every set for the gradients of scale and zero point. If `points` is not 0, g and x are
+  // channels-last images of `points` times `channels` elements; the sums are those of C order.
   void learned(const Input& g, const Input& x, const Input& scale, const Input& zero, const Output& of_scale,
-               const Output& of_zero) const;
+               const Output& of_zero, int64_t points, int64_t channels) const;
 
   // Computes the bounds of each set, which must be (inf, -inf) before; returns the number of non-finite elements.
   int64_t minmax(const Input& x, const Output& low, const Output& high) const;
@@ -76,14 +77,15 @@ class Runner {
   const Call& rules() const { return call_; }
   const Kernels& kernels() const { return kernels_; }
   int64_t sets() const { return sets_; }
-  bool run_at(Call& call, Kernel kernel, const void* scale, const void* zero) const;
+  bool run_at(Call& call, Kernel kernel, const void* scale, const void* zero, bool backwards = false) const;
   int64_t minmax_at(const void* x, void* low, void* high) const;
   bool derive_at(const void* low, const void* high, void* scale, void* zero) const;
   std::tuple<int64_t, bool> observe_at(const void* x, void* low, void* high, void* scale, void* zero, void* out,
                                        bool to_codes) const;
   // of_zero may be null
   void learned_at(const void* g, const void* x, const void* scale, const void* zero, double* of_scale,
-                  double* of_zero) const;
+                  double* of_zero, int64_t points, int64_t channels) const;
+  void require_images(int64_t points, int64_t channels) const;
 
  private:
   int64_t boxes(bool columns) const;

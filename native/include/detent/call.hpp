@@ -85,6 +85,12 @@ struct Call {
   double* scratch = nullptr;
   int64_t step = 1;
 
+  // learned: if `points` is not 0, x and g (f32) are channels-last: `points` times `channels` elements per image, while
+  // sums add elements in C order, channel by channel. Each set has whole images. `planes` has 2 * planes_of * pitch_of
+  // numbers per part.
+  int64_t points = 0, channels = 0;
+  float* planes = nullptr;
+
   // scale_sums: one offset and one bias per column; the sums are floats or int32.
   const int32_t* offset = nullptr;
   const float* bias = nullptr;
@@ -141,6 +147,16 @@ struct Call {
 constexpr int64_t kGrain = 4096;
 constexpr int64_t kLeaf = 1024;  // elements per block of a sum
 constexpr int64_t kTile = 16;    // sets of single columns per box
+
+// Channels-last images: the channels that are copied to C order at once, and the distance between two of them in `planes`.
+// All copied channels fit the cache if `points` is not too large. The distance is an odd number of cache lines, so that
+// channels do not share cache sets.
+constexpr int64_t kPlaneElements = 65536, kLine = 16;
+constexpr int64_t planes_of(int64_t points) {
+  const int64_t lines = kPlaneElements / (points * kLine);
+  return (lines < 1 ? 1 : lines) * kLine;
+}
+constexpr int64_t pitch_of(int64_t points) { return ((points + kLine - 1) / kLine | 1) * kLine; }
 constexpr int64_t kChecked = 65536;  // bytes per block of a checksum
 constexpr int kExponents = 512;  // exponents of float32, times two signs
 

@@ -112,12 +112,27 @@ class NativeKernel:
         self._runner.masked_backward(ready(inputs[0]), ready(inputs[1]), ready(out))
         return out
 
+    def run_channels_last(
+        self, inputs: Sequence[Array], scale: Array, zero_point: Array, images: tuple[int, int]
+    ) -> tuple[Array, Array, Array]:
+        """Compute the gradients of x and of learned parameters for channels-last arrays; sums add in C order.
+
+        ``images`` has the points and the channels of an image. Arrays have the shape (images, points, channels), or a
+        shape with more axes in place of points; each parameter set has whole images.
+        """
+        return self._learned(inputs, scale, zero_point, None, images)
+
     def _learned(
-        self, inputs: Sequence[Array], scale: Array, zero_point: Array, grad_scale: float | None
+        self,
+        inputs: Sequence[Array],
+        scale: Array,
+        zero_point: Array,
+        grad_scale: float | None,
+        images: tuple[int, int] = (0, 0),
     ) -> tuple[Array, Array, Array]:
         gx = self._backward(inputs, scale, zero_point, np.empty(self._shape, self._result))
         of_scale, of_zero_point = np.zeros(scale.shape), np.zeros(scale.shape)
-        self._runner.learned(ready(inputs[0]), ready(inputs[1]), scale, zero_point, of_scale, of_zero_point)
+        self._runner.learned(ready(inputs[0]), ready(inputs[1]), scale, zero_point, of_scale, of_zero_point, *images)
         factor = self._default_factor if grad_scale is None else grad_scale
         with np.errstate(all="ignore"):
             gs, gz = ((sums * factor).astype(scale.dtype) for sums in (of_scale, of_zero_point))

@@ -10,8 +10,9 @@ OpenMP threads keep spinning for a while after their work, so a second thread po
 import ctypes
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -141,6 +142,17 @@ class Order(NamedTuple):
         if self.axes is None:
             return laid
         return laid.permute(sorted(range(laid.ndim), key=self.axes.__getitem__))
+
+    def images(self, shape: Sequence[int]) -> tuple[int, int] | None:
+        """Return points and channels of an image if this is channels-last order, for a tensor of ``shape``; else None.
+
+        With a spec per axis, each index of the first axis must have its own parameters.
+        """
+        if self.axes is None or self.axes != (0, *range(2, len(shape)), 1):
+            return None
+        if isinstance(self.spec.granularity, PerAxis) and self.spec.granularity.axis != 0:
+            return None
+        return prod(shape[2:]), shape[1]
 
 
 def order_of(x: Tensor, spec: QuantSpec) -> Order:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from detent import kernels
 from detent.kernels import Problem, minmax, observe
+from detent.kernels.native_kernel import NativeKernel
 from detent.params import QuantParams
 from detent.plan import Plan, find_plan
 from detent.scale_rule import Parameters
 from detent.spec import QuantSpec
-from detent.ste import Estimator
+from detent.ste import Custom, Estimator
 from detent.torch.arrays import FLOAT_TYPES, Order, Slot, borrow, borrow_as, order_of, to_array, to_tensor
 
 __all__ = [
@@ -123,6 +124,16 @@ def learned_backward(
     g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, scale and zero point; sums add elements in C order, whatever the memory order of x."""
+    order = order_of(x, params.spec)
+    images = order.images(x.shape) if x.dtype == torch.float32 and not isinstance(ste, Custom) else None
+    if images is not None:
+        data, gradient = order.lay(x), order.lay(g)
+        kernel = _plan("fake_quantize_learned_backward", data, order.spec, ste).kernel
+        if isinstance(kernel, NativeKernel):
+            arrays = to_array(gradient), to_array(data)
+            parts = kernel.run_channels_last(arrays, *params.compute_arrays("float32"), images)
+            gx, gs, gz = map(to_tensor, parts)
+            return order.restore(gx), gs, gz
     data, gradient = x.contiguous(), g.contiguous()
     plan = _plan("fake_quantize_learned_backward", data, params.spec, ste)
     gradients = plan.run(to_array(gradient), to_array(data), params, step=step)

@@ -114,6 +114,7 @@ class _Side:
     def __init__(self, quantizer: FakeQuantize, data: Tensor) -> None:
         self.quantizer = quantizer
         self.order = order_of(data, quantizer.spec)
+        self.images = self.order.images(data.shape)
         self.shape = data.shape if self.order.axes is None else torch.Size(data.shape[axis] for axis in self.order.axes)
         self.tiling: Tiling = self.order.spec.granularity.tiling(tuple(self.shape))
         self.mode = _mode_of(quantizer)
@@ -146,6 +147,8 @@ class _Side:
             "held": learned is not None and learned.zero_point == "auto",
             "after_relu": quantizer.after_relu,
             "factor": 1.0 / float(np.sqrt(elements * max(abs(quantizer.spec.qmax), 1))),
+            "points": 0 if self.images is None else self.images[0],
+            "channels": 0 if self.images is None else self.images[1],
         }
 
     def _address(self, owner: Any, name: str) -> int:
@@ -421,10 +424,10 @@ class Step:
         of_scale = torch.empty_like(scale_shift)
         of_zero = None if zero_shift is None else torch.empty_like(zero_shift)
         addresses = of_scale.data_ptr(), 0 if of_zero is None else of_zero.data_ptr()
-        if side.order.axes is None:
-            g = g.contiguous()
-            self.native.learned(values, of_weight, g.data_ptr(), x.data_ptr(), *addresses)
-            return g, of_scale, of_zero
+        if side.order.axes is None or side.images is not None:
+            laid = side.order.lay(g)
+            self.native.learned(values, of_weight, laid.data_ptr(), x.data_ptr(), *addresses)
+            return side.order.restore(laid), of_scale, of_zero
         spec = quantizer.spec
         params = self._params(values, of_weight=of_weight)
         gx, gs, gz = eager.learned_backward(g, x, params, quantizer.ste)

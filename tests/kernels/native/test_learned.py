@@ -79,3 +79,38 @@ def test_gradients_that_are_not_finite(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_dimensions(dtype):
     assert differences(Trial("fake_quantize", dtype, shape=())) == {}
+
+
+@pytest.mark.parametrize("granularity", [dt.PerTensor(), dt.PerAxis(0)])
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 7, 9), (2, 16, 32, 32), (2, 40, 5, 5), (64, 3, 3, 3), (1, 33, 1025), (2, 80, 40, 40), (5, 2, 1)]
+)
+def test_channels_last_arrays_have_the_sums_of_c_order(shape, granularity):
+    trial = Trial("fake_quantize", "float32", granularity, shape, format="uint4")
+    g = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    axes = (0, *range(2, len(shape)), 1)
+    laid_g, laid_x = (np.ascontiguousarray(each.transpose(axes)) for each in (g, trial.x))
+    images, scales = (int(np.prod(shape[2:])), shape[1]), trial.params.compute_arrays("float32")
+    with dt.use_kernels("native"):
+        expected = dt.Plan.select(OPERATION, shape=shape, dtype="float32", spec=trial.params.spec).run(
+            g, trial.x, trial.params
+        )
+        for level, threads in product(LEVELS, (1, 2, 3)):
+            with at(level, threads):
+                plan = dt.Plan.select(OPERATION, shape=laid_x.shape, dtype="float32", spec=trial.params.spec)
+                gx, *sums = plan.kernel.run_channels_last([laid_g, laid_x], *scales, images)
+            results = gx.transpose(np.argsort(axes)), *sums
+            assert compare(results, expected) == {}, (level, threads)
+
+
+@pytest.mark.parametrize("images", [(5, 4), (3, 7), (-1, 8), (8, 10**18)])
+def test_images_that_do_not_fit_are_refused(images):
+    spec, x = dt.QuantSpec("int8"), np.zeros((2, 8, 3), np.float32)
+    plan = dt.Plan.select(OPERATION, shape=x.shape, dtype="float32", spec=spec)
+    scales = np.ones((), np.float32), np.zeros((), np.float32)
+    with pytest.raises(ValueError, match="do not fit the plan"):
+        plan.kernel.run_channels_last([x, x], *scales, images)
+    grouped = dt.Plan.select(OPERATION, shape=x.shape, dtype="float32", spec=dt.QuantSpec("int8", dt.PerAxis(2)))
+    by_column = np.ones((1, 1, 3), np.float32), np.zeros((1, 1, 3), np.float32)
+    with pytest.raises(ValueError, match="do not fit the plan"):
+        grouped.kernel.run_channels_last([x, x], *by_column, (8, 3))
