@@ -261,7 +261,7 @@ void Runner::learned_at(const void* g, const void* x, const void* scale, const v
       static_cast<size_t>(ceil_div(pieces, call.step) * 2 * kLeaf * call.tile));
   call.scratch = scratch.get();
   const auto planes = std::make_unique_for_overwrite<float[]>(
-      static_cast<size_t>(points ? ceil_div(pieces, call.step) * 2 * planes_of(points) * pitch_of(points) : 0));
+      static_cast<size_t>(points ? ceil_div(pieces, call.step) * 2 * planes_of(points, channels) * pitch_of(points) : 0));
   call.planes = planes.get();
   launch_parts(call, kernels_.learned, pieces, call.step, threads);
   if (direct) return;

@@ -114,7 +114,7 @@ class Planes {
         memory_(memory),
         points_(call.points),
         channels_(call.channels),
-        group_(planes_of(call.points)),
+        group_(planes_of(call.points, call.channels)),
         pitch_(pitch_of(call.points)) {}
 
   // The elements of a channel; they are valid until a channel of another group is read.
@@ -151,7 +151,7 @@ class Planes {
 template <class Codec>
 void run_channels_last(Codec codec, const Call& call, int64_t begin, int64_t end) {
   const float *scale = static_cast<const float*>(call.scale), *zero = static_cast<const float*>(call.zero);
-  const int64_t part = begin / call.step, room = planes_of(call.points) * pitch_of(call.points);
+  const int64_t part = begin / call.step, room = planes_of(call.points, call.channels) * pitch_of(call.points);
   double* of_scale = call.scratch + part * (2 * kLeaf);
   double* of_zero = call.high_sums ? of_scale + kLeaf : nullptr;
   Planes x(call, call.x, call.planes + 2 * part * room), g(call, call.g, call.planes + (2 * part + 1) * room);

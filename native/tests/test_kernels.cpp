@@ -173,18 +173,40 @@ class Tests : public Arrays {
     }
   }
 
+  // Divides each set into channels-last images, if the layout permits it.
+  template <class In>
+  void any_images(Case& c) {
+    const Layout& layout = c.layout;
+    const bool whole = layout.block == layout.cols && (!layout.lead || (layout.lead == 1 && layout.axis[0].block == 1));
+    if (!std::is_same_v<In, float> || !whole || dice_.heads()) return;
+    const auto divisor = [&](int64_t number) {
+      int64_t found = 1 + static_cast<int64_t>(dice_() % static_cast<uint64_t>(number));
+      while (number % found) --found;
+      return found;
+    };
+    c.points = divisor(layout.cols);
+    c.channels = divisor(layout.cols / c.points);
+  }
+
   // Gradients are finite in three of four runs, because infinities would hide a wrong accumulation order.
   template <class In>
   void learned(Case& c, int64_t sets) {
     if (!c.layout.size) return;
+    any_images<In>(c);
+    c.sets = sets;
     c.exclusive = false;
     const std::vector<In> x = data<In>(c, kX, c.x), g = data<In>(c, kG, c.g, dice_() % 4 == 0);
-    const bool columns = c.layout.block == 1 && c.layout.cols > 1;
+    const bool columns = c.layout.block == 1 && c.layout.cols > 1 && !c.points;
     c.tile = columns ? kTile : 1;
     int64_t boxes = ceil_div(c.layout.cols, columns ? kTile : c.layout.block);
     for (int i = 0; i < c.layout.lead; ++i) boxes *= ceil_div(c.layout.axis[i].size, c.layout.axis[i].block);
     std::vector<std::vector<double>> scales(static_cast<size_t>(sets)), zeros(static_cast<size_t>(sets));
-    for (int64_t i = 0; i < c.layout.size; ++i) {
+    for (int64_t place = 0; place < c.layout.size; ++place) {
+      int64_t i = place;  // in memory
+      if (c.points) {
+        const int64_t image = c.points * c.channels, rest = place % image;
+        i = place - rest + rest % c.points * c.channels + rest / c.points;
+      }
       const size_t set = static_cast<size_t>(model::set_of(c.layout, i));
       const model::Terms terms =
           model::learned_terms(c, value_of(g[i]), value_of(x[i]), scale<In>(c, i), zero<In>(c, i));
@@ -195,8 +217,11 @@ class Tests : public Arrays {
     c.sums = array<double>(kSums, sets * c.blocks);
     c.high_sums = c.format ? nullptr : array<double>(kHighSums, sets * c.blocks);
     const int64_t pieces = boxes * c.blocks;
-    c.step = any_step(pieces);
+    c.step = c.points ? ceil_div(pieces, 1 + static_cast<int64_t>(dice_() % 3)) : any_step(pieces);
     c.scratch = array<double>(kScratch, ceil_div(pieces, c.step) * 2 * kLeaf * c.tile);
+    if (c.points) {
+      c.planes = array<float>(kCopies, ceil_div(pieces, c.step) * 2 * planes_of(c.points, c.channels) * pitch_of(c.points));
+    }
     launch(c, pieces, c.step);
     expect_block_sums(c, c.sums, scales);
     if (c.high_sums) expect_block_sums(c, c.high_sums, zeros);
@@ -343,6 +368,40 @@ class Tests : public Arrays {
       const auto total = static_cast<int32_t>(static_cast<uint32_t>(sum) + static_cast<uint32_t>(offset[column]));
       const float scaled = static_cast<float>(total) * scale[column];
       expect(same(read<float>(c.out, i), c.biased ? scaled + bias[column] : scaled), c, i, "another value");
+    }
+  }
+
+  // The result may replace x.
+  template <class In>
+  void factor_rows(Case& c, int64_t) {
+    const int64_t rows = some_row_count(c);
+    c.divides = dice_.heads();
+    std::vector<float> x, factor;
+    for (int64_t i = 0; i < c.layout.size; ++i) x.push_back(static_cast<float>(dice_() % 2000) * 0.37f - 370.0f);
+    for (int64_t i = 0; i < rows; ++i) factor.push_back(static_cast<float>(dice_() % 1000) * 0.0123f - 5.0f);
+    float* values = array<float>(kX, x);
+    c.x = values;
+    c.scale = array<float>(kScale, factor);
+    c.out = dice_.heads() ? values : array<float>(kOut, c.layout.size);
+    launch(c, rows, any_step(rows));
+    for (int64_t i = 0; i < c.layout.size; ++i) {
+      const float value = x[static_cast<size_t>(i)], by = factor[static_cast<size_t>(i / c.layout.cols)];
+      expect(same(read<float>(c.out, i), c.divides ? value / by : value * by), c, i, "another value");
+    }
+  }
+
+  template <class In>
+  void sum_rows(Case& c, int64_t) {
+    const int64_t rows = some_row_count(c);
+    std::vector<int8_t> codes;
+    for (int64_t i = 0; i < c.layout.size; ++i) codes.push_back(static_cast<int8_t>(dice_()));
+    c.codes_in = array<int8_t>(kX, codes);
+    c.out = array<int32_t>(kOut, rows);
+    launch(c, rows, any_step(rows));
+    for (int64_t row = 0; row < rows; ++row) {
+      int32_t sum = 0;
+      for (int64_t i = 0; i < c.layout.cols; ++i) sum += codes[static_cast<size_t>(row * c.layout.cols + i)];
+      expect(read<int32_t>(c.out, row) == sum, c, row, "another sum");
     }
   }
 
@@ -552,6 +611,13 @@ class Tests : public Arrays {
     return rows;
   }
 
+  // Divides the array into rows, and returns their number.
+  int64_t some_row_count(Case& c) {
+    const int64_t size = c.layout.size, rows = !size ? 0 : size % 7 == 0 ? size / 7 : size % 3 == 0 ? 3 : 1;
+    c.layout.cols = rows ? size / rows : 1;
+    return rows;
+  }
+
   // Runs the kernel as the package does: a single set by elements, others by boxes.
   void count_elements(Case& c, int64_t sets) {
     c.sets = sets;
@@ -569,14 +635,14 @@ class Tests : public Arrays {
      tests.place_rules(c, sets);                                                                         \
      with_type(c.dtype, [&](auto in) { tests.NAME<decltype(in)>(c, sets); });                            \
    }},
-const Tests::Row Tests::kRows[] = {DETENT_FOR_EACH_KERNEL(ROW)};
+const Tests::Row Tests::kRows[] = {DETENT_FOR_EACH_ARRAY_KERNEL(ROW)};
 #undef ROW
 
 // These do not depend on the shape of an array.
 bool knows_no_shape(const Tests::Row& row) {
   for (const auto kernel :
        {&Kernels::error_sums, &Kernels::largest_error, &Kernels::pack, &Kernels::unpack, &Kernels::grid_errors,
-        &Kernels::checksum, &Kernels::scale_sums}) {
+        &Kernels::checksum, &Kernels::scale_sums, &Kernels::factor_rows, &Kernels::sum_rows}) {
     if (row.kernel == kernel) return true;
   }
   return false;

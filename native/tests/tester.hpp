@@ -46,7 +46,7 @@ class Tester {
 
  protected:
   // Memory of the arrays; each run places its arrays again.
-  enum Place { kX, kG, kScale, kZero, kOut, kLow, kHigh, kMask, kSums, kHighSums, kScratch, kLevels, kBounds, kPlaces };
+  enum Place { kX, kG, kScale, kZero, kOut, kLow, kHigh, kMask, kSums, kHighSums, kScratch, kCopies, kLevels, kBounds, kPlaces };
 
   template <class T>
   T* array(Place place, int64_t count) {

@@ -152,9 +152,9 @@ constexpr int64_t kTile = 16;    // sets of single columns per box
 // All copied channels fit the cache if `points` is not too large. The distance is an odd number of cache lines, so that
 // channels do not share cache sets.
 constexpr int64_t kPlaneElements = 65536, kLine = 16;
-constexpr int64_t planes_of(int64_t points) {
-  const int64_t lines = kPlaneElements / (points * kLine);
-  return (lines < 1 ? 1 : lines) * kLine;
+constexpr int64_t planes_of(int64_t points, int64_t channels) {
+  const int64_t lines = kPlaneElements / (points * kLine), most = (lines < 1 ? 1 : lines) * kLine;
+  return channels < most ? channels : most;
 }
 constexpr int64_t pitch_of(int64_t points) { return ((points + kLine - 1) / kLine | 1) * kLine; }
 constexpr int64_t kChecked = 65536;  // bytes per block of a checksum
@@ -165,11 +165,13 @@ constexpr int64_t kGridArrays = 5, kGridPadding = 8;
 
 // One table per instruction set. A kernel processes elements [begin, end) of the flat array, where begin is a multiple
 // of kGrain. Kernels that sum process pieces, blocks or sets; their source files say which.
-#define DETENT_FOR_EACH_KERNEL(ROW)                                                                              \
+#define DETENT_FOR_EACH_ARRAY_KERNEL(ROW)                                                                        \
   ROW(quantize) ROW(dequantize) ROW(fake_quantize) ROW(backward) ROW(dequantize_backward) ROW(masked_backward)   \
   ROW(minmax) ROW(derive) ROW(observe) ROW(learned) ROW(fold_sums) ROW(error_sums) ROW(largest_error)            \
-  ROW(pack) ROW(unpack) ROW(histogram) ROW(grid_errors) ROW(best_scales) ROW(checksum)            \
-  ROW(scale_sums) ROW(factor_rows) ROW(sum_rows) ROW(encode_blocks) ROW(row_means) ROW(decode_blocks)
+  ROW(pack) ROW(unpack) ROW(histogram) ROW(grid_errors) ROW(best_scales) ROW(checksum)                           \
+  ROW(scale_sums) ROW(factor_rows) ROW(sum_rows)
+#define DETENT_FOR_EACH_BLOCK_KERNEL(ROW) ROW(encode_blocks) ROW(row_means) ROW(decode_blocks)
+#define DETENT_FOR_EACH_KERNEL(ROW) DETENT_FOR_EACH_ARRAY_KERNEL(ROW) DETENT_FOR_EACH_BLOCK_KERNEL(ROW)
 
 using Kernel = void (*)(const Call&, int64_t begin, int64_t end);
 
