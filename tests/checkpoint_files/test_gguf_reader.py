@@ -51,7 +51,7 @@ def test_metadata_of_every_type_is_read(reference_file):
     file = read_gguf(reference_file)
     types = {key: kind for key, kind, _ in file.entries}
     metadata = file.metadata
-    assert {key: value for key, value in metadata.items() if not types[key].endswith("[]")} == {
+    assert {key: value for key, value in metadata.items() if not types[key].startswith("array:")} == {
         "general.architecture": "llama",
         "a.u8": 200,
         "a.i8": -3,
@@ -68,7 +68,7 @@ def test_metadata_of_every_type_is_read(reference_file):
     }
     assert metadata["a.strings"] == ["x", "", "日本"]
     assert metadata["a.numbers"].tolist() == [1, 2, 3]
-    assert (types["a.flags"], metadata["a.flags"].tolist()) == ("bool[]", [True, False])
+    assert (types["a.flags"], metadata["a.flags"].tolist()) == ("array:bool", [True, False])
 
 
 def test_tensors_have_the_values_that_were_written(reference_file):

@@ -17,10 +17,10 @@ ENTRIES = [
     ("a.f32", "float32", 1e-5),
     ("a.flag", "bool", False),
     ("a.text", "string", "grüße"),
-    ("a.tokens", "string[]", ["a", "", "日"]),
-    ("a.none", "float32[]", []),
-    ("a.scores", "float32[]", [0.5, -1.0]),
-    ("a.types", "int32[]", np.array([1, 2, 3])),
+    ("a.tokens", "array:string", ["a", "", "日"]),
+    ("a.none", "array:float32", []),
+    ("a.scores", "array:float32", [0.5, -1.0]),
+    ("a.types", "array:int32", np.array([1, 2, 3])),
 ]
 
 
@@ -45,7 +45,7 @@ def test_the_reference_reader_reads_what_was_laid_out(tmp_path):
     for tensor in reader.tensors:
         assert tensor.data.tobytes() == data[tensor.name]
     values = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    expected = {key: list(value) if kind.endswith("[]") else value for key, kind, value in ENTRIES}
+    expected = {key: list(value) if kind.startswith("array:") else value for key, kind, value in ENTRIES}
     expected["a.f32"] = float(np.float32(1e-5))
     assert values == expected
 
@@ -75,7 +75,7 @@ def test_the_bytes_equal_those_of_the_reference_writer(tmp_path):
     entries = [
         ("general.architecture", "string", "llama"),
         ("llama.block_count", "uint32", 1),
-        ("tokenizer.ggml.tokens", "string[]", ["a", "b"]),
+        ("tokenizer.ggml.tokens", "array:string", ["a", "b"]),
     ]
     layout = gguf_layout(entries, [("w", (3, 256), "F32"), ("n", (3,), "F32")])
     write(tmp_path / "own.gguf", layout, {"w": VALUES.tobytes(), "n": VALUES[0, :3].tobytes()})
@@ -101,7 +101,7 @@ def test_constants_equal_those_of_the_reference_package():
         ([("k", "uint32", 1.5)], [], DtypeError, "cannot represent 1.5"),
         ([("k", "uint32", True)], [], DtypeError, "got True"),
         ([("k", "string", 3)], [], DtypeError, "not a string"),
-        ([("k", "string[]", ["a", 3])], [], DtypeError, "not a string"),
+        ([("k", "array:string", ["a", 3])], [], DtypeError, "not a string"),
         ([], [("w", (2, 48), "Q8_0")], ShapeError, "multiple of 32"),
         ([], [("w", (), "F32")], ShapeError, "one to four axes"),
         ([], [("w", (0, 32), "F32")], ShapeError, "not empty"),

@@ -39,7 +39,7 @@ MIN_INFO_BYTES = 8 + 4 + 4 + 8  # an empty name, no dimensions, a type, and an o
 MAX_PARTS = 1 << 12
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 _TYPE_NAMES = {number: name for name, (number, _) in VALUE_TYPES.items()}
-MetadataEntry: TypeAlias = tuple[str, str, Any]  # key, type such as "uint32" or "string[]", value
+MetadataEntry: TypeAlias = tuple[str, str, Any]  # key, type such as "uint32" or "array:string", value
 
 
 @dataclass(frozen=True)
@@ -214,14 +214,14 @@ class _Header:
         dtype = VALUE_TYPES[name][1]
         if dtype is None:
             self._check_count(count, 8, f"strings of {key[:MAX_CHARS_SHOWN]!r}", limit=MAX_STRINGS)
-            return "string[]", [self._string("a string") for _ in range(count)]
+            return "array:string", [self._string("a string") for _ in range(count)]
         self._check_count(count, dtype.itemsize, f"values of {key[:MAX_CHARS_SHOWN]!r}")
         array = np.frombuffer(self._take(count * dtype.itemsize, "an array"), dtype)
         if name == "bool":
             if array.size and array.max() > 1:
                 raise FileFormatError(f"metadata key {key[:MAX_CHARS_SHOWN]!r} has a bool that is neither 0 nor 1")
             array = array.astype(bool)
-        return f"{name}[]", array
+        return f"array:{name}", array
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
         """Return name, shape in NumPy order, type number and offset of a tensor."""

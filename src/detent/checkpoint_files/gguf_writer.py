@@ -28,6 +28,7 @@ from detent.errors import DtypeError, ShapeError, SpecError, closest
 __all__ = ["GgufLayout", "PlacedTensor", "gguf_layout", "tensor_type"]
 
 VERSION = 3
+ARRAY = "array:"
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def gguf_layout(
     """Compute the layout of a file.
 
     Args:
-        entries: metadata, (key, type, value); a type is "uint32", "string", "float32[]", ...
+        entries: metadata, (key, type, value); a type is "uint32", "string", "array:float32", ...
         tensors: (name, shape in NumPy order, type such as "Q4_K"), in the order of the file.
         alignment: alignment of tensors in bytes; the metadata must contain it if it is not 32.
 
@@ -153,10 +154,12 @@ def _string(text: str) -> bytes:
 
 def _entry_bytes(entry: MetadataEntry) -> bytes:
     key, name, value = entry
-    is_array = name.endswith("[]")
-    kind = VALUE_TYPES.get(name.removesuffix("[]"))
+    is_array = name.startswith(ARRAY)
+    kind = VALUE_TYPES.get(name.removeprefix(ARRAY))
     if kind is None:
-        raise SpecError(f"metadata key {key!r} has type {name!r}, expected one of {', '.join(VALUE_TYPES)}, or such []")
+        raise SpecError(
+            f"metadata key {key!r} has type {name!r}, expected one of {', '.join(VALUE_TYPES)}, or array:NAME"
+        )
     number, dtype = kind
     values = list(value) if is_array and dtype is None else value
     if dtype is None:
@@ -177,7 +180,7 @@ def _numbers(key: str, name: str, value: object, dtype: np.dtype[Any], *, is_arr
     """Convert metadata values to their type; integers must be exact, floats are rounded."""
     given = np.asarray(value)
     is_empty = is_array and not given.size
-    has_type = given.ndim == is_array and given.dtype.kind in ("b" if name.startswith("bool") else "iuf")
+    has_type = given.ndim == is_array and given.dtype.kind in ("b" if name.endswith("bool") else "iuf")
     if not has_type and not is_empty:
         raise DtypeError(f"metadata key {key!r} has type {name}, got {value!r:.80}")
     with np.errstate(all="ignore"):

@@ -96,6 +96,7 @@ class TensorSource(Mapping[str, SourceTensor]):
         path: directory or file that was opened.
         files: all files that contain tensors.
         metadata: metadata of the files.
+        metadata_types: types of the metadata of a GGUF file, such as "uint32" or "array:string".
         config: content of ``config.json``, or None.
         digest: SHA-256 of the names, types, shapes, positions and metadata; tensor data are not part of it.
 
@@ -112,6 +113,7 @@ class TensorSource(Mapping[str, SourceTensor]):
         path: Path | None = None,
         files: tuple[Path, ...] = (),
         metadata: Mapping[str, Any] | None = None,
+        metadata_types: Mapping[str, str] | None = None,
         config: Mapping[str, Any] | None = None,
         digest: str = "",
     ) -> None:
@@ -119,6 +121,7 @@ class TensorSource(Mapping[str, SourceTensor]):
         self._tensors = {tensor.name: tensor for tensor in values}
         self.path, self.files = path, files
         self.metadata: dict[str, Any] = dict(metadata or {})
+        self.metadata_types: dict[str, str] = dict(metadata_types or {})
         self.config: dict[str, Any] | None = None if config is None else dict(config)
         self.digest = digest
 
