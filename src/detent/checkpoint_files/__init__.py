@@ -2,3 +2,7 @@
 
 ``tensor_source`` is the interface that all readers share: a lazy mapping of names to tensors.
 """
+
+from detent.checkpoint_files.tensor_source import ArrayTensor, SourceTensor, StoredTensor, TensorSource
+
+__all__ = ["ArrayTensor", "SourceTensor", "StoredTensor", "TensorSource"]

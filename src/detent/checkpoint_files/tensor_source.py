@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.block_format import BlockFormat
+from detent.checks import FLOATS
 from detent.errors import FileFormatError, ShapeError, UnsupportedError
 from detent.gguf import find_block_format
 from detent.kernels import decode_blocks
@@ -38,7 +39,7 @@ ELEMENT_TYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
         "float64": np.dtype("<f8"),
         "float32": np.dtype("<f4"),
         "float16": np.dtype("<f2"),
-        "bfloat16": np.dtype(ml_dtypes.bfloat16),
+        "bfloat16": FLOATS["bfloat16"],
         "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
         "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
         "int64": np.dtype("<i8"),
@@ -56,23 +57,27 @@ ELEMENT_TYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 
 @runtime_checkable
 class SourceTensor(Protocol):
-    """One tensor of a checkpoint.
-
-    Attributes:
-        name: name of the tensor in its checkpoint.
-        shape: shape in the order of NumPy and PyTorch.
-        dtype: "float32", "bfloat16", "float8_e4m3fn", ..., or the name of a block format, such as "q4_k".
-        nbytes: number of stored bytes.
-    """
+    """One tensor of a checkpoint."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102 - described by the class
+    def name(self) -> str:
+        """The name of the tensor in its checkpoint."""
+        ...
+
     @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    def shape(self) -> tuple[int, ...]:
+        """The shape, in the order of NumPy and PyTorch."""
+        ...
+
     @property
-    def dtype(self) -> str: ...  # noqa: D102
+    def dtype(self) -> str:
+        """An element type such as "float32" or "bfloat16", or the name of a block format, such as "q4_k"."""
+        ...
+
     @property
-    def nbytes(self) -> int: ...  # noqa: D102
+    def nbytes(self) -> int:
+        """The number of stored bytes."""
+        ...
 
     def read(self, start: int = 0, stop: int | None = None) -> Array:
         """Return rows of the first axis as stored; data of a block format are bytes, (..., bytes per row)."""
@@ -91,6 +96,7 @@ class TensorSource(Mapping[str, SourceTensor]):
         path: directory or file that was opened.
         files: all files that contain tensors.
         metadata: metadata of the files.
+        metadata_types: types of the metadata of a GGUF file, such as "uint32" or "array:string".
         config: content of ``config.json``, or None.
         digest: SHA-256 of the names, types, shapes, positions and metadata; tensor data are not part of it.
 
@@ -107,6 +113,7 @@ class TensorSource(Mapping[str, SourceTensor]):
         path: Path | None = None,
         files: tuple[Path, ...] = (),
         metadata: Mapping[str, Any] | None = None,
+        metadata_types: Mapping[str, str] | None = None,
         config: Mapping[str, Any] | None = None,
         digest: str = "",
     ) -> None:
@@ -114,6 +121,7 @@ class TensorSource(Mapping[str, SourceTensor]):
         self._tensors = {tensor.name: tensor for tensor in values}
         self.path, self.files = path, files
         self.metadata: dict[str, Any] = dict(metadata or {})
+        self.metadata_types: dict[str, str] = dict(metadata_types or {})
         self.config: dict[str, Any] | None = None if config is None else dict(config)
         self.digest = digest
 
