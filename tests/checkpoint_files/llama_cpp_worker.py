@@ -10,8 +10,6 @@ import sys
 import cyllama.llama.llama_cpp as llama
 import numpy as np
 
-# ruff: noqa: ANN001, ANN201, D103, T201
-
 
 def quantize(source, target, file_type):
     params = llama.LlamaModelQuantizeParams()
@@ -26,6 +24,8 @@ def logits(path, tokens, output):
     params = llama.LlamaContextParams()
     params.n_ctx, params.n_batch, params.n_ubatch = 256, 256, 256
     params.n_threads = params.n_threads_batch = 1
+    params.type_k = params.type_v = 0  # float32
+    params.flash_attn_type = 0  # off
     context = llama.LlamaContext(model=model, params=params, verbose=False)
     batch = llama.LlamaBatch(n_tokens=len(tokens), embd=0, n_seq_max=1)
     for at, token in enumerate(tokens):

@@ -1,6 +1,7 @@
 """Small models of every architecture, with random weights, made by transformers."""
 
 import warnings
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ CASES = {
     "qwen2-yarn": ("Qwen2Config", "Qwen2ForCausalLM", {"rope_parameters": YARN_ROPE}),
     "qwen2moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**EXPERTS, "shared_expert_intermediate_size": 256}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 64, "tie_word_embeddings": True}),
-    "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**EXPERTS, "head_dim": 64}),
+    "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**EXPERTS, "head_dim": 64, "norm_topk_prob": True}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"head_dim": 64, "query_pre_attn_scalar": 64}),
     "gemma3": (
         "Gemma3TextConfig",
@@ -62,7 +63,7 @@ NAMES = (*CASES, "gpt2")
 
 
 def make_model(name, **options):
-    """Return a model with random weights in bfloat16; biases and norms are random too."""
+    """Return a float32 model with random weights, all of which bfloat16 can represent; norms and biases vary too."""
     transformers = pytest.importorskip("transformers")
     import torch
 
@@ -74,23 +75,25 @@ def make_model(name, **options):
         model = getattr(transformers, model_class)._from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        for key, parameter in model.named_parameters():
+            is_norm = ("norm" in key or "ln_" in key) and key.endswith("weight")
+            center = 1.0 if is_norm and "gemma" not in name else 0.0
             noise = torch.randn(parameter.shape, generator=generator)
-            scale = 0.1 if parameter.ndim == 1 else 0.06
-            is_norm = parameter.ndim == 1 and "gemma" not in name and "norm" in parameter_name or "ln_" in parameter_name
-            parameter.copy_((noise * scale + (1.0 if is_norm and parameter_name.endswith("weight") else 0.0)))
-    return model.to(torch.bfloat16).eval()
+            values = center + noise * (0.1 if parameter.ndim == 1 else 0.06)
+            parameter.copy_(values.to(torch.bfloat16))
+    return model.eval()
 
 
 def save_model(name, directory, **options):
-    """Write a small model to a directory, as transformers does; return the model."""
+    """Write a small model to a directory in bfloat16, as transformers does; return the float32 model."""
+    model = make_model(name, **options)
+    import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = make_model(name, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model.save_pretrained(directory)
+        deepcopy(model).to(torch.bfloat16).save_pretrained(directory)
     return model
 
 
@@ -99,7 +102,7 @@ def float_logits(model, tokens):
     import torch
 
     with torch.no_grad():
-        return model.float()(torch.tensor([list(map(int, tokens))])).logits[0].numpy()
+        return model(torch.tensor([list(map(int, tokens))])).logits[0].numpy()
 
 
 def random_tokens(count=40, vocabulary=96):
