@@ -165,7 +165,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
         with suppress(OSError):
             temporary.unlink()
         raise
-    _sync_directory(target.parent)
+    sync_directory(target.parent)
     _log.debug("wrote %s", target)
 
 
@@ -233,7 +233,7 @@ def check_directory(
     return directory
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     with suppress(OSError):  # some systems cannot sync a directory; the file is already synced
         handle = os.open(directory, os.O_RDONLY)
         try:

@@ -68,6 +68,7 @@ def test_metadata_of_every_type_is_read(reference_file):
     }
     assert metadata["a.strings"] == ["x", "", "日本"]
     assert metadata["a.numbers"].tolist() == [1, 2, 3]
+    assert open_gguf(reference_file).metadata_types == types
     assert (types["a.flags"], metadata["a.flags"].tolist()) == ("array:bool", [True, False])
 
 

@@ -88,7 +88,14 @@ def open_gguf(path: Path) -> TensorSource:
     if len(files) > 1 and expected != len(tensors):
         raise FileFormatError(f"{path}: the parts have {len(tensors)} tensors, expected {expected}")
     digest = hashlib.sha256("".join(file.header_digest for file in files).encode()).hexdigest()
-    return TensorSource(tensors, path=path, files=tuple(file.path for file in files), metadata=metadata, digest=digest)
+    return TensorSource(
+        tensors,
+        path=path,
+        files=tuple(file.path for file in files),
+        metadata=metadata,
+        metadata_types={key: name for file in reversed(files) for key, name, _ in file.entries},
+        digest=digest,
+    )
 
 
 def _parts(path: Path) -> list[GgufFile]:

@@ -25,7 +25,7 @@ from detent.checkpoint_files.gguf_reader import (
 from detent.checkpoint_files.gguf_types import ARRAY_TYPE, VALUE_TYPES, TensorType, tensor_types
 from detent.errors import DtypeError, ShapeError, SpecError, closest
 
-__all__ = ["GgufLayout", "PlacedTensor", "gguf_layout", "tensor_type"]
+__all__ = ["GgufLayout", "PlacedTensor", "entry_bytes", "gguf_layout", "tensor_type"]
 
 VERSION = 3
 ARRAY = "array:"
@@ -106,7 +106,7 @@ def gguf_layout(
     if len(infos) > MAX_TENSORS:
         raise SpecError(f"got {len(infos)} tensors, expected at most {MAX_TENSORS}")
     parts = [MAGIC, _number(VERSION, 4), _number(len(infos), 8), _number(len(entries), 8)]
-    parts += [_entry_bytes(entry) for entry in entries]
+    parts += [entry_bytes(entry) for entry in entries]
     position, placed = 0, []
     for name, shape, type_name in infos:
         kind = tensor_type(type_name)
@@ -152,7 +152,8 @@ def _string(text: str) -> bytes:
     return _number(len(data), 8) + data
 
 
-def _entry_bytes(entry: MetadataEntry) -> bytes:
+def entry_bytes(entry: MetadataEntry) -> bytes:
+    """Return the bytes of a metadata entry."""
     key, name, value = entry
     is_array = name.startswith(ARRAY)
     kind = VALUE_TYPES.get(name.removeprefix(ARRAY))

@@ -1,0 +1,21 @@
+"""Checkpoints of language models: open safetensors directories and GGUF files, and quantize them to GGUF.
+
+``import detent.checkpoint as qc``. Reading GGUF files and writing need the extra ``checkpoint``.
+"""
+
+from detent.checkpoint.conversion_report import ConversionPlan, ConversionReport, TensorLine
+from detent.checkpoint.file_verification import CheckpointVerification, TensorVerification, verify
+from detent.checkpoint.pipeline import plan, quantize
+from detent.checkpoint.sources import open  # noqa: A004 - called as qc.open
+
+__all__ = [
+    "CheckpointVerification",
+    "ConversionPlan",
+    "ConversionReport",
+    "TensorLine",
+    "TensorVerification",
+    "open",
+    "plan",
+    "quantize",
+    "verify",
+]
