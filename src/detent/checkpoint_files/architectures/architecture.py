@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from re import compile as regex
-from reprlib import repr as brief
 
 from detent.checkpoint_files.model_config import ModelConfig
 from detent.checkpoint_files.target_model import (
@@ -29,7 +28,7 @@ from detent.tables import counted
 __all__ = ["Architecture", "TensorRule", "block_sizes", "target_tensors"]
 
 Sizes = Mapping[str, int]
-MAX_NAMES_SHOWN = 5
+MAX_NAMES_SHOWN, MAX_CHARS_SHOWN = 5, 100
 _BLOCK = regex(r"blk\.(\d+)\.")
 
 
@@ -224,7 +223,7 @@ class _Resolver:
         unused = self.architecture.unused + (("lm_head.weight", "*.lm_head.weight") if self.tied else ())
         left = [name for name in self.source if name not in self.used and not _matches(name, unused)]
         if left:
-            names = ", ".join(brief(name) for name in left[:MAX_NAMES_SHOWN])
+            names = ", ".join(repr(name[:MAX_CHARS_SHOWN]) for name in left[:MAX_NAMES_SHOWN])
             more = f" and {len(left) - MAX_NAMES_SHOWN} more" if len(left) > MAX_NAMES_SHOWN else ""
             raise FileFormatError(
                 f"the architecture {self.architecture.name} ({config.classes[0]}) has no rule for "

@@ -1,7 +1,8 @@
 """qwen2, qwen2moe, qwen3, qwen3moe: Qwen 1.5 to 3, dense and with experts.
 
 Rows are not reordered. Qwen 2 has biases for queries, keys and values; Qwen 3 has norms of queries and keys instead.
-Qwen2-MoE adds a shared expert whose output is scaled by a gate. Sliding windows are not part of GGUF files.
+Qwen2-MoE adds a shared expert whose output is scaled by a gate. llama.cpp normalizes the weights of the chosen experts
+in qwen3moe only; other configurations are rejected. Sliding windows are not part of GGUF files.
 """
 
 from functools import partial
@@ -21,6 +22,7 @@ from detent.checkpoint_files.architectures.decoder import (
 )
 from detent.checkpoint_files.model_config import ModelConfig
 from detent.checkpoint_files.target_model import MetadataEntry
+from detent.errors import UnsupportedError
 
 __all__ = ["QWEN2", "QWEN2_MOE", "QWEN3", "QWEN3_MOE"]
 
@@ -40,6 +42,12 @@ def _moe_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def _moe_metadata(config: ModelConfig, name: str) -> list[MetadataEntry]:
+    normalizes = name == "qwen3moe"
+    if config.is_true("norm_topk_prob") is not normalizes:
+        raise UnsupportedError(
+            f"config.json: norm_topk_prob is {str(not normalizes).lower()}, but llama.cpp "
+            f"{'normalizes' if normalizes else 'does not normalize'} the weights of experts in {name} models"
+        )
     sizes = _moe_sizes(config)
     entries = [
         *_metadata(config, name),
