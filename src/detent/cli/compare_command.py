@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Compare two reports, two quantized models, or two checkpoints, layer by layer.
+HELP = """Compare two reports, quantized models or checkpoints by layer.
 
 Two models must come from the same float model. With --data and --source, the outputs of each model are also \
 compared with the float model. The exit code is 0 even if there are differences."""

@@ -59,9 +59,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Quantize and evaluate an ONNX model, and list sensitive layers.
-
-With --to, quantize a checkpoint of a language model to a GGUF file."""
+HELP = """Quantize and evaluate an ONNX model, or a checkpoint (with --to)."""
 EXAMPLE = "detent quantize model.onnx --data calibration.npz --report report.html"
 MAX_PASSES_SHOWN, MIN_SHARE = 4, 0.05  # number of passes whose share of the time is printed, and the smallest share
 MAX_STEPS_SHOWN = 6  # at most this many accuracy steps are printed; --json has all of them
@@ -76,7 +74,7 @@ def run(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="Float model: .onnx, .pt2 with --trust-model, or a checkpoint with --to.",
+            help="Model (.onnx, .pt2), or checkpoint directory or file.",
             show_default=False,
             rich_help_panel=DATA,
         ),
@@ -156,7 +154,7 @@ def run(
         typer.Option(
             "--prefer",
             metavar="NAME",
-            help="speed (7-bit weights), balanced (mostly 7 bits) or accuracy (8 bits).",
+            help="speed (7-bit weights), balanced or accuracy.",
             rich_help_panel=ACCURACY,
         ),
     ] = "balanced",
