@@ -3,17 +3,21 @@
 ``import detent.checkpoint as qc``. Reading GGUF files and writing need the extra ``checkpoint``.
 """
 
+from detent.checkpoint.comparison import CheckpointComparison, TensorComparison, compare
 from detent.checkpoint.conversion_report import ConversionPlan, ConversionReport, TensorLine
 from detent.checkpoint.file_verification import CheckpointVerification, TensorVerification, verify
 from detent.checkpoint.pipeline import plan, quantize
 from detent.checkpoint.sources import open  # noqa: A004 - called as qc.open
 
 __all__ = [
+    "CheckpointComparison",
     "CheckpointVerification",
     "ConversionPlan",
     "ConversionReport",
+    "TensorComparison",
     "TensorLine",
     "TensorVerification",
+    "compare",
     "open",
     "plan",
     "quantize",

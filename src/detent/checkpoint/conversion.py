@@ -23,6 +23,7 @@ from detent.checkpoint.row_items import RowItem
 from detent.checkpoint.sources import open as open_checkpoint
 from detent.checkpoint_files.architectures import gguf_model
 from detent.checkpoint_files.gguf_writer import GgufLayout, PlacedTensor, gguf_layout
+from detent.checkpoint_files.importance_files import Importance, read_importance
 from detent.checkpoint_files.mixtures import choose_types, file_metadata, get_mixture
 from detent.checkpoint_files.target_model import GgufModel, MetadataEntry, TargetTensor
 from detent.checkpoint_files.tensor_source import TensorSource
@@ -38,7 +39,7 @@ CONVERSION_VERSION = 1
 GGUF_PREFIX = "gguf:"
 PLAIN_TYPES = ("F32", "F16", "BF16")
 SourceLike = TensorSource | str | os.PathLike[str]
-ImportanceLike = Mapping[str, NDArray[Any]] | str | os.PathLike[str]
+ImportanceLike = Importance | Mapping[str, NDArray[Any]] | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -172,12 +173,12 @@ def _without_mixture(model: GgufModel) -> list[MetadataEntry]:
 def _read_importance(importance: ImportanceLike | None) -> tuple[Mapping[str, NDArray[np.float32]], str]:
     if importance is None:
         return MappingProxyType({}), ""
-    if isinstance(importance, Mapping):
-        given = importance
+    if isinstance(importance, str | os.PathLike):
+        importance = read_importance(importance)
+    if isinstance(importance, Importance):
+        given = {name: sums.weights() for name, sums in importance.columns.items()}
     else:
-        from detent.checkpoint_files.importance_files import read_importance  # noqa: PLC0415 - only if needed
-
-        given = read_importance(Path(importance))
+        given = dict(importance)
     weights = {name: np.ascontiguousarray(values, np.float32) for name, values in given.items()}
     digest = hashlib.sha256()
     for name in sorted(weights):
@@ -200,6 +201,8 @@ def _fitting_importance(
             missing.append(tensor.name)
             continue
         columns, matrices = tensor.place.shape[-1], tensor.place.shape[0] if len(tensor.place.shape) > 2 else 1
+        if values.size == matrices * columns:  # legacy files do not have the number of experts
+            values = values.reshape(matrices, columns)
         if values.shape not in {(columns,), (1, columns), (matrices, columns)}:
             raise ShapeError(
                 f"the importance of {tensor.name} has shape {values.shape}, expected ({columns},) or ({matrices}, "

@@ -105,11 +105,13 @@ class _Tensors:
         for line, each in zip(values["tensors"], self.tensors, strict=True):
             line["bits_per_weight"] = round(each.bits_per_weight, 4)
         types = {name: {"tensors": count, "nbytes": nbytes} for name, (count, nbytes) in self.types.items()}
+        if "output" in values:
+            values["output"] = str(values["output"])
         return values | {"types": types, "bits_per_weight": round(self.bits_per_weight, 4)}
 
     def to_json(self) -> str:
         """Return the report as JSON text."""
-        return json.dumps(self.document(), indent=2, default=str)
+        return json.dumps(self.document(), indent=2)
 
 
 @dataclass(frozen=True)
