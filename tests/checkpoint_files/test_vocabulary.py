@@ -89,7 +89,7 @@ def byte_fallback():
 def save(tokenizer, directory, **settings):
     directory.mkdir(exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    given = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, **settings}
+    given = {"bos_token": "<s>", "eos_token": "</s>", **settings}
     (directory / "tokenizer_config.json").write_text(json.dumps(given))
     return directory
 
@@ -105,7 +105,9 @@ def values(vocabulary):
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_a_byte_level_vocabulary_has_tokens_merges_and_pre_tokenizer(name, tmp_path):
     tokenizer = byte_level(name)
-    vocabulary = read_vocabulary(save(tokenizer, tmp_path, chat_template="{{ messages }}"), config())
+    vocabulary = read_vocabulary(
+        save(tokenizer, tmp_path, chat_template="{{ messages }}", eos_token={"content": "</s>"}), config()
+    )
     entries = values(vocabulary)
     assert (entries["ggml.model"], entries["ggml.pre"]) == ("gpt2", name)
     tokens, types = entries["ggml.tokens"], entries["ggml.token_type"]

@@ -94,7 +94,7 @@ def _load_model(path: Path) -> "nn.Module":
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
             raise FileFormatError(f"{path}: transformers failed to load the model: {str(error)[:300]}") from error
     module: nn.Module = model.train(False)
     return module
@@ -147,7 +147,7 @@ def _tokenized(path: Path, text: str) -> tuple[NDArray[np.int64], int | None]:
     with _quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
             raise FileFormatError(f"{path}: transformers failed to load the tokenizer: {str(error)[:300]}") from error
         ids = np.array(tokenizer(text)["input_ids"], np.int64)
     has_bos = len(ids) > 0 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
