@@ -47,6 +47,8 @@ def rewritten(files, tmp_path, change):
 def test_a_correct_file_is_ok_and_has_an_sqnr_per_tensor(files):
     result = dt.verify(files / "tiny", files / "tiny.gguf")
     assert result.ok
+    with pytest.raises(dt.DtypeError, match=r"use \.ok"):
+        bool(result)
     assert result.differing_bytes == 0
     assert result.compared_bytes == sum(tensor.nbytes for tensor in read_gguf(files / "tiny.gguf").tensors)
     assert result.sqnr_db["output_norm.weight"] == inf

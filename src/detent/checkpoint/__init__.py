@@ -4,11 +4,11 @@
 """
 
 from detent.checkpoint.collection import collect
-from detent.checkpoint.comparison import CheckpointComparison, TensorComparison, compare
 from detent.checkpoint.conversion_report import ConversionPlan, ConversionReport, TensorLine
 from detent.checkpoint.file_verification import CheckpointVerification, TensorVerification, verify
-from detent.checkpoint.pipeline import plan, quantize
+from detent.checkpoint.row_stream import plan, quantize
 from detent.checkpoint.sources import open  # noqa: A004 - called as qc.open
+from detent.checkpoint.tensor_comparison import CheckpointComparison, TensorComparison, compare
 
 __all__ = [
     "CheckpointComparison",

@@ -190,7 +190,7 @@ def _read_importance(importance: ImportanceLike | None) -> tuple[Mapping[str, ND
 def _fitting_importance(
     weights: Mapping[str, NDArray[np.float32]], tensors: tuple[ConvertedTensor, ...], *, is_given: bool
 ) -> tuple[Mapping[str, NDArray[np.float32]], tuple[str, ...]]:
-    """Check the shapes of importance; note how many tensors have none, although their format can use it."""
+    """Check the shapes of importance; note how many tensors lack importance that their format can use."""
     used, missing = {}, []
     for tensor in tensors:
         form = find_block_format(tensor.place.type.dtype)
@@ -212,7 +212,7 @@ def _fitting_importance(
     if not is_given or not missing:
         return used, ()
     if not used:
-        raise SpecError("the importance matrix has none of the model's tensors: it was collected with another model")
+        raise SpecError("the importance matrix lacks all of the model's tensors: it was collected with another model")
     names = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
     return used, (f"{len(missing)} tensors have no importance and are quantized without it: {names}",)
 

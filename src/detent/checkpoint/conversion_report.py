@@ -116,7 +116,7 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class ConversionPlan(_Tensors):
-    """What ``quantize`` would write; ``qc.plan`` returns it.
+    """Plan of a conversion, returned by ``qc.plan``: types and bytes, memory and time.
 
     Attributes:
         to: format and mixture, such as "gguf:Q4_K_M".
@@ -142,7 +142,7 @@ class ConversionPlan(_Tensors):
 
 @dataclass(frozen=True)
 class ConversionReport(_Tensors):
-    """What ``quantize`` wrote.
+    """Result of a conversion, returned by ``qc.quantize``.
 
     Attributes:
         to: format and mixture, such as "gguf:Q4_K_M".

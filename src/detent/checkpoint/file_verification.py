@@ -31,7 +31,7 @@ from detent.checkpoint_files.gguf_types import tensor_types
 from detent.checkpoint_files.gguf_writer import entry_bytes
 from detent.checkpoint_files.tensor_source import ELEMENT_TYPES, StoredTensor
 from detent.codec import encode as storable
-from detent.errors import DetentError, FileFormatError, SpecError
+from detent.errors import DetentError, DtypeError, FileFormatError, SpecError
 from detent.gguf import find_block_format
 from detent.kernels import decode_blocks
 from detent.metrics import SignalNoise
@@ -99,6 +99,9 @@ class CheckpointVerification:
     def sqnr_db(self) -> dict[str, float]:
         """The SQNR of the file's values by tensor name, in dB; infinite for tensors that were copied."""
         return {tensor.name: tensor.sqnr_db for tensor in self.tensors}
+
+    def __bool__(self) -> bool:
+        raise DtypeError("a verification is neither true nor false: use .ok")
 
     def __str__(self) -> str:
         lines = ["ok: every tensor matches its source" if self.ok else f"not ok: {self.failure}"]

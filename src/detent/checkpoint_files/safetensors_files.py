@@ -81,7 +81,7 @@ def open_safetensors(path: Path) -> TensorSource:
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
-    """Return the content of ``config.json``, or None if the directory has none."""
+    """Return the content of ``config.json``, or None if there is no such file."""
     path = directory / CONFIG
     return _read_json(path, CONFIG_LIMIT) if path.is_file() else None
 

@@ -145,7 +145,8 @@ def run(
         typer.Option(
             "--target",
             metavar="RUNTIME",
-            help="onnxruntime, onnxruntime-avx2, onnxruntime-vnni, openvino, openvino-vnni.",
+            help="onnxruntime[-avx2|-vnni] or openvino[-vnni].",
+            show_default=False,
             rich_help_panel=ACCURACY,
         ),
     ] = "onnxruntime",

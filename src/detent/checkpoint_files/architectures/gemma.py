@@ -118,7 +118,7 @@ GEMMA3 = Architecture(
     (*_COMMON, *_norm_rules(_HEAD_NORMS)),
     block_sizes,
     _gemma3_metadata,
-    unused=("*.rotary_emb.inv_freq", "*vision_tower.*", "*multi_modal_projector.*"),
+    unused=(".rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector."),
     prefixes=(("model.", "language_model.model."), ("model.", "model.language_model.")),
     drops_output=True,
 )

@@ -10,7 +10,7 @@ import pytest
 
 import detent as dt
 import detent.checkpoint as qc
-from detent.checkpoint import pipeline
+from detent.checkpoint import row_stream
 from detent.cluster import process_executor
 from detent.errors import NaNError, ParamsError, RangeError, ShapeError, SpecError, UnsupportedError, WorkerError
 
@@ -126,7 +126,7 @@ def test_work_of_an_earlier_run_is_not_done_again(checkpoint, tmp_path, monkeypa
     path = tmp_path / "x.gguf"
     interrupt(checkpoint, path, 0.5)
     loaded = []
-    monkeypatch.setattr(pipeline, "load", lambda item, load=pipeline.load: loaded.append(item.nbytes) or load(item))
+    monkeypatch.setattr(row_stream, "load", lambda item, load=row_stream.load: loaded.append(item.nbytes) or load(item))
     report = qc.quantize(checkpoint, path, vocabulary=False, memory_budget=SMALL_BUDGET)
     total = sum(line.nbytes for line in report.tensors)
     assert sum(loaded) == total - report.resumed_nbytes
