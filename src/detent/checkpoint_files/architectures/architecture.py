@@ -33,7 +33,7 @@ _BLOCK = regex(r"blk\.(\d+)\.")
 
 @dataclass(frozen=True)
 class TensorRule:
-    """How tensors of one kind are named and stored.
+    """Names and layout of tensors of one kind.
 
     Attributes:
         target: name in GGUF files without ".weight"; "{block}" is the number of the block.
