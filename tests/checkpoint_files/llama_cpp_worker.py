@@ -1,7 +1,7 @@
 """Runs llama.cpp through cyllama, in an environment of its own: one JSON request per line, one JSON answer per line.
 
-Requests: {"do": "quantize", "source", "target", "file_type", "importance"}, {"do": "logits", "path", "tokens", "output"}
-and {"do": "tokenize", "path", "texts"}.
+Requests: {"do": "quantize", "source", "target", "file_type", "importance"}, {"do": "logits", "path", "tokens",
+"output"} and {"do": "tokenize", "path", "texts"}.
 """
 
 import ctypes
