@@ -11,6 +11,7 @@ import pytest
 import detent as dt
 import detent.checkpoint as qc
 from detent.checkpoint import row_stream
+from detent.checkpoint_files import ArrayTensor, TensorSource
 from detent.cluster import process_executor
 from detent.errors import NaNError, ParamsError, RangeError, ShapeError, SpecError, UnsupportedError, WorkerError
 
@@ -141,6 +142,14 @@ def test_without_resume_the_job_starts_again(checkpoint, tmp_path, finished):
 
 def test_an_interrupted_job_without_resume_leaves_nothing(checkpoint, tmp_path):
     interrupt(checkpoint, tmp_path / "x.gguf", 0.4, resume=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_in_memory_starts_again(checkpoint, tmp_path):
+    opened = qc.open(checkpoint)
+    tensors = [ArrayTensor(name, tensor.read().copy()) for name, tensor in opened.items()]
+    source = TensorSource(tensors, config=opened.config)
+    interrupt(source, tmp_path / "x.gguf", 0.5)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -28,7 +28,7 @@ from detent.checkpoint.conversion import (
 from detent.checkpoint.conversion_report import ConversionPlan, ConversionReport, tensor_lines
 from detent.checkpoint.partial_file import PartialFile
 from detent.checkpoint.row_items import Bytes, ItemDone, RowItem, encode, item_environment, load, run_item
-from detent.checkpoint_files.tensor_source import TensorSource
+from detent.checkpoint_files.tensor_source import StoredTensor, TensorSource
 from detent.checks import as_integer
 from detent.errors import SpecError
 from detent.recipe import Recipe
@@ -78,7 +78,8 @@ def quantize(  # noqa: PLR0913 - keyword arguments
         memory_budget: bytes for rows in work, such as "1 GB"; at least one row is in work. With an executor, the
             workers share it.
         progress: callback f(bytes written, total bytes).
-        resume: go on with a partial file that an earlier run of the same job left.
+        resume: go on with a partial file that an earlier run of the same job left; tensors in memory always start
+            again.
         executor: an executor whose workers see the files under the same paths; see ``detent.cluster``.
         pre_tokenizer: name of the pre-tokenizer for llama.cpp, if it is not recognized.
         vocabulary: write the tokenizer of the checkpoint; without it, llama.cpp accepts only token ids.
@@ -104,7 +105,9 @@ def quantize(  # noqa: PLR0913 - keyword arguments
         scales=scales,
     )
     check_output(conversion.source, target)
-    partial = PartialFile(target, conversion.layout, _identity(conversion), resume=resume)
+    # Tensors in memory may change between two runs, and nothing would tell.
+    is_resumable = resume and all(isinstance(tensor, StoredTensor) for tensor in conversion.source.values())
+    partial = PartialFile(target, conversion.layout, _identity(conversion), resume=is_resumable)
     warnings = [*conversion.notes, *partial.warnings]
     with partial:
         items = [

@@ -260,7 +260,7 @@ class _Header:
                 f"{label} ends at byte {start + offset + nbytes}, but the file ends at byte {self._size}: it is "
                 "truncated"
             )
-        return StoredTensor(name, shape, kind.dtype, self._path, start + offset, nbytes)
+        return StoredTensor(name, shape, kind.dtype, self._path, start + offset, nbytes, file_size=self._size)
 
 
 def _type_name(number: int, key: str) -> str:
