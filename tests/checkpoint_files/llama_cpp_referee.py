@@ -5,12 +5,10 @@ It runs in ``.venv-llama`` (``make test-llama``), because the package needs anot
 
 import json
 import subprocess
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import pytest
 
 PYTHON = Path(__file__).resolve().parents[2] / ".venv-llama" / "bin" / "python"
 WORKER = Path(__file__).with_name("llama_cpp_worker.py")
@@ -46,18 +44,7 @@ class LlamaCpp:
     def tokenize(self, path, texts):
         return self.ask(do="tokenize", path=str(path), texts=list(texts))["tokens"]
 
-
-@cache
-def _process():
-    return LlamaCpp()
-
-
-def llama_cpp():
-    """Return llama.cpp, or skip the test."""
-    if not PYTHON.exists():
-        pytest.skip("llama.cpp is not installed: make test-llama")
-    referee = _process()
-    if referee.process.poll() is not None:
-        _process.cache_clear()
-        referee = _process()
-    return referee
+    def close(self):
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()

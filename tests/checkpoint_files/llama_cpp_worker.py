@@ -36,9 +36,7 @@ def logits(path, tokens, output):
 
 
 def tokenize(path, texts):
-    params = llama.LlamaModelParams()
-    params.vocab_only = True
-    model = llama.LlamaModel(path_model=path, params=params, verbose=False)
+    model = llama.LlamaModel(path_model=path, params=llama.LlamaModelParams(), verbose=False)
     vocabulary = model.get_vocab()
     return {"tokens": [list(vocabulary.tokenize(text, True, True)) for text in texts]}
 

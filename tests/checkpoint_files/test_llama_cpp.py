@@ -8,7 +8,6 @@ from detent.checkpoint_files.architectures import gguf_model
 from detent.checkpoint_files.mixtures import FILE_TYPES, choose_types
 from detent.checkpoint_files.tensor_source import ArrayTensor, TensorSource
 from tests.checkpoint_files.gguf_files import llama_config, open_model, write_gguf
-from tests.checkpoint_files.llama_cpp_referee import llama_cpp
 from tests.checkpoint_files.small_models import NAMES, float_logits, random_tokens, save_model
 
 pytestmark = pytest.mark.slow
@@ -27,30 +26,28 @@ def differing(path, reference):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_llama_cpp_computes_what_transformers_computes(name, tmp_path):
-    referee = llama_cpp()
+def test_llama_cpp_computes_what_transformers_computes(name, tmp_path, llama_cpp):
     model = save_model(name, tmp_path)
     source = open_model(tmp_path)
     target = gguf_model(source, vocabulary=False)
     write_gguf(tmp_path / "f32.gguf", target, source, choose_types(target, "F32"))
     tokens = random_tokens()
-    expected, logits = float_logits(model, tokens), referee.logits(tmp_path / "f32.gguf", tokens)
+    expected, logits = float_logits(model, tokens), llama_cpp.logits(tmp_path / "f32.gguf", tokens)
     assert np.abs(logits - expected).max() < 2e-3 * expected.std()
     assert (logits.argmax(axis=1) == expected.argmax(axis=1)).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_mixture_equals_that_of_llama_cpp_tensor_by_tensor_and_its_logits_to_the_bit(name, tmp_path):
-    referee = llama_cpp()
+def test_a_mixture_equals_that_of_llama_cpp_tensor_by_tensor_and_its_logits_to_the_bit(name, tmp_path, llama_cpp):
     save_model(name, tmp_path)
     source = open_model(tmp_path)
     target = gguf_model(source, vocabulary=False)
     write_gguf(tmp_path / "bf16.gguf", target, source, choose_types(target, "BF16"))
     for mixture in ("Q4_K_M", "Q2_K"):
         write_gguf(tmp_path / "ours.gguf", target, source, choose_types(target, mixture))
-        referee.quantize(tmp_path / "bf16.gguf", tmp_path / "theirs.gguf", FILE_TYPES[mixture])
+        llama_cpp.quantize(tmp_path / "bf16.gguf", tmp_path / "theirs.gguf", FILE_TYPES[mixture])
         assert differing(tmp_path / "ours.gguf", tmp_path / "theirs.gguf") == {}
-        ours, theirs = (referee.logits(tmp_path / f"{each}.gguf", random_tokens()) for each in ("ours", "theirs"))
+        ours, theirs = (llama_cpp.logits(tmp_path / f"{each}.gguf", random_tokens()) for each in ("ours", "theirs"))
         assert ours.tobytes() == theirs.tobytes()
 
 
@@ -90,12 +87,11 @@ def deep_llama(blocks, *, columns=256, heads=(8, 2), architecture="LlamaForCausa
     ],
     ids=["17 blocks", "no shared heads", "rows of 320", "80 blocks", "80 blocks of qwen2"],
 )
-def test_all_mixtures_have_the_types_of_llama_cpp(blocks, options, tmp_path):
-    referee = llama_cpp()
+def test_all_mixtures_have_the_types_of_llama_cpp(blocks, options, tmp_path, llama_cpp):
     source = deep_llama(blocks, **options)
     target = gguf_model(source, vocabulary=False)
     write_gguf(tmp_path / "bf16.gguf", target, source, choose_types(target, "BF16"))
     for mixture in QUANTIZED:
-        referee.quantize(tmp_path / "bf16.gguf", tmp_path / "theirs.gguf", FILE_TYPES[mixture])
+        llama_cpp.quantize(tmp_path / "bf16.gguf", tmp_path / "theirs.gguf", FILE_TYPES[mixture])
         theirs = {each.name: each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "theirs.gguf").tensors}
         assert choose_types(target, mixture).types == theirs, mixture

@@ -3,6 +3,7 @@
 ``import detent.checkpoint as qc``. Reading GGUF files and writing need the extra ``checkpoint``.
 """
 
+from detent.checkpoint.collection import collect
 from detent.checkpoint.conversion_report import ConversionPlan, ConversionReport, TensorLine
 from detent.checkpoint.file_verification import CheckpointVerification, TensorVerification, verify
 from detent.checkpoint.row_stream import plan, quantize
@@ -17,6 +18,7 @@ __all__ = [
     "TensorComparison",
     "TensorLine",
     "TensorVerification",
+    "collect",
     "compare",
     "open",
     "plan",

@@ -12,7 +12,7 @@ Sums are float64 here and float32 in files, so importance that is collected in p
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from os import PathLike, fspath
@@ -74,9 +74,9 @@ class ColumnSums:
             return np.where(counts > 0, self.sums.astype(np.float32) / counts, np.float32(1))
 
 
-@dataclass(frozen=True)
-class Importance:
-    """Importance of the columns of a model's weights.
+@dataclass(frozen=True, eq=False)
+class Importance(Mapping[str, NDArray[np.float32]]):
+    """Importance of the columns of a model's weights: a mapping of tensor names to weights (matrices, columns).
 
     Attributes:
         columns: sums by name of the tensor in GGUF files, such as "blk.0.attn_q.weight".
@@ -99,11 +99,16 @@ class Importance:
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", MappingProxyType(dict(self.columns)))
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.columns
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        return self.columns[name].weights()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
 
     def __len__(self) -> int:
         return len(self.columns)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # arrays have no truth value
 
     def weights(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
         """Return the importance for a tensor, (matrices, columns), or None if the file has none for it.

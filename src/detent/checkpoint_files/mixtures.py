@@ -21,7 +21,17 @@ from detent.checkpoint_files.target_model import GgufModel, MetadataEntry, Targe
 from detent.errors import SpecError, closest
 from detent.gguf import BLOCK_FORMATS
 
-__all__ = ["FILE_TYPES", "MIXTURES", "Mixture", "TypeChoice", "choose_types", "file_metadata", "tensor_types"]
+__all__ = [
+    "FILE_TYPES",
+    "MIXTURES",
+    "Mixture",
+    "TypeChoice",
+    "choose_types",
+    "file_metadata",
+    "get_mixture",
+    "is_float_tensor",
+    "tensor_types",
+]
 
 QUANTIZATION_VERSION = 2
 MXFP4_BLOCK = 32  # elements
@@ -290,7 +300,7 @@ def choose_types(model: GgufModel, mixture: str, *, importance: bool = False) ->
     types: dict[str, str] = {}
     fallbacks: dict[str, str] = {}
     for tensor, role in _roles(model, importance):
-        if not _is_quantized(tensor):
+        if is_float_tensor(tensor):
             types[tensor.name] = "F32"
             continue
         name = _mixture_type(chosen, role, tensor) if chosen.is_quantized else chosen.default
@@ -303,10 +313,11 @@ def choose_types(model: GgufModel, mixture: str, *, importance: bool = False) ->
     return TypeChoice(chosen.name, types, fallbacks)
 
 
-def _is_quantized(tensor: TargetTensor) -> bool:
+def is_float_tensor(tensor: TargetTensor) -> bool:
+    """Return whether a tensor is float32 in every GGUF file: vectors, norms, routers and position embeddings."""
     if len(tensor.shape) < 2 or tensor.row_count == 1 or not tensor.name.endswith("weight"):
-        return False
-    return tensor.name not in _FLOAT_NAMES and not any(part in tensor.name for part in _FLOAT_PARTS)
+        return True
+    return tensor.name in _FLOAT_NAMES or any(part in tensor.name for part in _FLOAT_PARTS)
 
 
 def _roles(model: GgufModel, importance: bool) -> Iterable[tuple[TargetTensor, TensorRole]]:
@@ -321,7 +332,7 @@ def _roles(model: GgufModel, importance: bool) -> Iterable[tuple[TargetTensor, T
         match = _BLOCK_NUMBER.match(tensor.name)
         if kind in ("up", "gate", "down") and model.expert_count > 1 and match:
             index = int(match[1])
-        elif _is_quantized(tensor):
+        elif not is_float_tensor(tensor):
             seen[kind] = index + 1
         yield tensor, TensorRole(kind, index, count, model, importance, len(tensor.shape) == 3 and tensor.shape[0] > 1)
 

@@ -9,6 +9,7 @@ from typing import Any
 from detent.checkpoint import (
     CheckpointVerification,
     ConversionReport,
+    collect,
     plan,
     quantize,
     verify,
@@ -27,8 +28,8 @@ MAX_SENSITIVE_SHOWN = 5
 JOB_OPTIONS = ("importance", "recipe", "memory_budget", "pre_tokenizer")
 VALID_OPTIONS = frozenset(
     {
-        *("to", *JOB_OPTIONS, "no_vocabulary", "keep_scales", "workers", "ray", "dry_run", "fail_below_sqnr", "strict"),
-        *("no_verify", "output", "report", "force", "as_json", "quiet", "verbose"),
+        *("to", "text", *JOB_OPTIONS, "no_vocabulary", "keep_scales", "workers", "ray", "dry_run", "fail_below_sqnr"),
+        *("strict", "no_verify", "output", "report", "force", "as_json", "quiet", "verbose"),
     }
 )
 
@@ -43,11 +44,13 @@ def run_checkpoint_job(values: Mapping[str, Any], given: Mapping[str, str]) -> N
     unused = [option for name, option in given.items() if name not in VALID_OPTIONS]
     if unused:
         raise SpecError(f"{', '.join(unused)} cannot be combined with --to, which is for checkpoints: drop one of them")
+    if values["text"] is not None and (values["importance"] is not None or values["dry_run"]):
+        raise SpecError("--text cannot be combined with --importance or --dry-run: drop one of them")
     if values["fail_below_sqnr"] is not None and values["no_verify"]:
         raise SpecError("--fail-below-sqnr needs the verification: drop --no-verify")
     options: dict[str, Any] = {name: values[name] for name in JOB_OPTIONS if name in given}
     options |= {"vocabulary": not values["no_vocabulary"], "scales": "keep" if values["keep_scales"] else "raise"}
-    job = CheckpointJob(values["model"], values["to"], values["output"], values["report"], options)
+    job = CheckpointJob(values["model"], values["to"], values["output"], values["report"], options, values["text"])
     job.check_files(force=values["force"], dry_run=values["dry_run"])
     screen = Screen(as_json=values["as_json"], quiet=values["quiet"], verbose=values["verbose"])
     if values["dry_run"]:
@@ -73,6 +76,7 @@ class CheckpointJob:
         output: file to write, or None for SOURCE-MIXTURE.gguf.
         report: file for a report, or None.
         options: further arguments of ``qc.quantize``.
+        text: text file that importance is collected on, or None.
     """
 
     source: Path
@@ -80,6 +84,12 @@ class CheckpointJob:
     output: Path | None
     report: Path | None
     options: dict[str, Any]
+    text: Path | None = None
+
+    @property
+    def importance_file(self) -> Path | None:
+        """The file for the importance that is collected on a text."""
+        return None if self.text is None else self.target.with_suffix(".imatrix.gguf")
 
     @property
     def target(self) -> Path:
@@ -94,9 +104,11 @@ class CheckpointJob:
         mixture_of(self.to)
         if not self.source.exists():
             raise SpecError(f"{self.source}: there is no such file or directory")
-        read = {"the model": self.source, "--importance": self.options.get("importance")}
+        read = {"the model": self.source, "--importance": self.options.get("importance"), "--text": self.text}
         read["--recipe"] = None if self.options.get("recipe") is None else recipe_file(self.options["recipe"])
-        check_distinct({"--output": self.target, "--report": self.report}, read)
+        written = {"--output": self.target, "--report": self.report, "the importance": self.importance_file}
+        check_distinct(written, read)
+        check_can_write(self.importance_file, force=force, is_written=not dry_run)
         is_written = not dry_run
         check_can_write(self.target, force=force or dry_run, suffixes=(".gguf",), is_written=is_written)
         check_report_path(self.report, force=force or dry_run, is_written=is_written)
@@ -118,6 +130,10 @@ class CheckpointJob:
         strict: bool,
     ) -> None:
         """Quantize, verify, print and write the report."""
+        if self.text is not None:
+            screen.note(f"collecting importance on {self.text}, to {self.importance_file}")
+            with screen.progress("collecting importance") as step:
+                self.options["importance"] = collect(self.source, self.text, self.importance_file, progress=step)
         screen.note(f"quantizing {self.source} to {self.target}")
         with (
             open_executor(workers, ray, None) as (executor, arguments),

@@ -65,7 +65,7 @@ MAX_PASSES_SHOWN, MIN_SHARE = 4, 0.05  # number of passes whose share of the tim
 MAX_STEPS_SHOWN = 6  # at most this many accuracy steps are printed; --json has all of them
 SUMMARY_COLUMNS = 80
 LARGEST_SEED = (1 << 63) - 1
-CHECKPOINT_ONLY = frozenset({"importance", "pre_tokenizer", "no_vocabulary", "keep_scales"})
+CHECKPOINT_ONLY = frozenset({"importance", "text", "pre_tokenizer", "no_vocabulary", "keep_scales"})
 
 
 def run(
@@ -128,6 +128,10 @@ def run(
     importance: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Importance matrix for --to.", show_default=False, hidden=True),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text that importance is collected on.", show_default=False, hidden=True),
     ] = None,
     pre_tokenizer: Annotated[
         str | None,
@@ -239,7 +243,7 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Quantize and evaluate; see ``HELP``."""
-    del importance, pre_tokenizer, no_vocabulary, keep_scales  # read from the context
+    del importance, text, pre_tokenizer, no_vocabulary, keep_scales  # read from the context
     if _runs_checkpoint(context, model, to):
         return
     require("onnx", "onnxruntime")

@@ -45,7 +45,7 @@ class TensorRule:
         offset: number that is added to the values.
         is_transposed: whether the checkpoint stores columns as rows.
         is_optional: whether the tensor may be missing.
-        fused: name of a tensor with the matrices of all experts, for checkpoints that store them in one tensor, or "".
+        fused: name in checkpoints that store the matrices of all experts in one tensor, or "".
         fused_part: index and number of parts of the rows of ``fused``.
     """
 
@@ -177,6 +177,9 @@ class _Resolver:
         if "{expert}" in rule.source:
             return self._experts(rule, block, target)
         name = self._name(rule.source, block) + ".weight"
+        other = self._name(rule.fused, block) + ".weight"
+        if name not in self.source and other in self.source:
+            name = other
         if rule.is_optional and name not in self.source:
             return None
         self._check(name, shape[::-1] if rule.is_transposed else shape)

@@ -73,7 +73,7 @@ def expert_rules(router: str, expert: str, names: tuple[str, str, str], inner: s
     up, down = ("experts", inner, "hidden"), ("experts", "hidden", inner)
     gate_up = f"{fused}.gate_up_proj"
     return (
-        TensorRule("blk.{block}.ffn_gate_inp", router, ("experts", "hidden")),
+        TensorRule("blk.{block}.ffn_gate_inp", router, ("experts", "hidden"), fused=f"{BLOCK}.mlp.gate"),
         TensorRule("blk.{block}.ffn_gate_exps", f"{expert}.{names[0]}", up, fused=gate_up, fused_part=(0, 2)),
         TensorRule("blk.{block}.ffn_up_exps", f"{expert}.{names[1]}", up, fused=gate_up, fused_part=(1, 2)),
         TensorRule("blk.{block}.ffn_down_exps", f"{expert}.{names[2]}", down, fused=f"{fused}.down_proj"),
