@@ -77,7 +77,7 @@ def test_text_gives_importance_that_is_kept_for_verification(tmp_path, monkeypat
     from tests.checkpoint_files.test_vocabulary import TEXT, byte_level, save
 
     monkeypatch.chdir(tmp_path)
-    save_model("llama", tmp_path / "small")
+    save_model("llama", tmp_path / "small", vocab_size=500)
     save(byte_level("gpt-2"), tmp_path / "small")
     (tmp_path / "text.txt").write_text(TEXT * 40)
     code = main(["quantize", "small", "--to", "gguf:Q4_0", "--text", "text.txt", "--no-vocabulary"])
