@@ -11,8 +11,9 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import closing
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -116,14 +117,14 @@ def quantize(  # noqa: PLR0913 - keyword arguments
             if not partial.has(item)
         ]
         written, total = partial.resumed_nbytes, sum(each.nbytes for each in conversion.layout.tensors)
-        results = _run_here(items, partial) if executor is None else _run_there(items, executor)
-        for done in results:
-            partial.record(done)
-            written += (done.stop - done.start) * conversion.layout.tensors[done.tensor].row_bytes
-            if done.warning:
-                warnings.append(done.warning)
-            if progress is not None:
-                progress(written, total)
+        with closing(_run_here(items, partial) if executor is None else _run_there(items, executor)) as results:
+            for done in results:
+                partial.record(done)
+                written += (done.stop - done.start) * conversion.layout.tensors[done.tensor].row_bytes
+                if done.warning:
+                    warnings.append(done.warning)
+                if progress is not None:
+                    progress(written, total)
         partial.finish()
     return ConversionReport(
         conversion.to,
@@ -218,7 +219,7 @@ def _identity(conversion: Conversion) -> dict[str, Any]:
     }
 
 
-def _run_here(items: list[RowItem], partial: PartialFile) -> Iterator[ItemDone]:
+def _run_here(items: list[RowItem], partial: PartialFile) -> Generator[ItemDone, None, None]:
     """Run items in this process: read ahead, quantize, write behind."""
     with ThreadPoolExecutor(1, "detent-read") as reader, ThreadPoolExecutor(1, "detent-write") as writer:
         ahead = [reader.submit(load, items[0])] if items else []
@@ -242,8 +243,9 @@ def _write(partial: PartialFile, item: RowItem, data: Bytes, warning: str) -> It
     return ItemDone(item.tensor, item.start, item.stop, zlib.crc32(data.data), warning)
 
 
-def _run_there(items: list[RowItem], executor: Executor) -> Iterator[ItemDone]:
-    return run_items(executor, run_item, items, item_environment)
+def _run_there(items: list[RowItem], executor: Executor) -> Generator[ItemDone, None, None]:
+    """Run items on the workers of an executor."""
+    yield from run_items(executor, run_item, items, item_environment)
 
 
 def _seconds(conversion: Conversion) -> dict[str, float]:
