@@ -71,21 +71,6 @@ def test_workers_give_the_same_file(run, folder, tmp_path):
     assert (tmp_path / "tiny-Q4_K_M.gguf").read_bytes() == (folder / "ready.gguf").read_bytes()
 
 
-def test_text_gives_importance_that_is_kept_for_verification(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("transformers")
-    from tests.checkpoint_files.small_models import save_model
-    from tests.checkpoint_files.test_vocabulary import TEXT, byte_level, save
-
-    monkeypatch.chdir(tmp_path)
-    save_model("llama", tmp_path / "small", vocab_size=500)
-    save(byte_level("gpt-2"), tmp_path / "small")
-    (tmp_path / "text.txt").write_text(TEXT * 40)
-    code = main(["quantize", "small", "--to", "gguf:Q4_0", "--text", "text.txt", "--no-vocabulary"])
-    assert code == 0, capsys.readouterr().err
-    assert main(["verify", "small", "small-Q4_0.gguf"]) == 2
-    assert main(["verify", "small", "small-Q4_0.gguf", "--importance", "small-Q4_0.imatrix.gguf"]) == 0
-
-
 def test_a_low_sqnr_exits_1(run, tmp_path):
     code, _, err = run(*QUANTIZE, "--fail-below-sqnr", "40")
     assert code == 1
@@ -103,7 +88,7 @@ def test_a_low_sqnr_exits_1(run, tmp_path):
         ((*QUANTIZE, "--data", "x.npz"), "--data cannot be combined with --to"),
         ((*QUANTIZE, "--fail-below-sqnr", "3", "--no-verify"), "drop --no-verify"),
         ((*QUANTIZE, "-o", "x.bin"), "ends in .gguf"),
-        ((*QUANTIZE, "--text", "t.txt", "--dry-run"), "--text cannot be combined"),
+        ((*QUANTIZE, "--text", "t.txt", "--dry-run"), "cannot be combined with --dry-run"),
         (("quantize", "model.onnx", "--importance", "x"), "--importance needs --to"),
     ],
 )

@@ -111,7 +111,7 @@ class Importance(Mapping[str, NDArray[np.float32]]):
     __eq__, __hash__ = object.__eq__, object.__hash__  # arrays have no truth value
 
     def weights(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
-        """Return the importance for a tensor, (matrices, columns), or None if the file has none for it.
+        """Return the importance for a tensor, (matrices, columns), or None if the file lacks it.
 
         Raises:
             ShapeError: the importance belongs to a tensor of another shape.

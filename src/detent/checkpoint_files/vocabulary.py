@@ -40,8 +40,9 @@ class Vocabulary:
     Attributes:
         kind: "gpt2" or "llama", the names in GGUF files.
         pre_tokenizer: name of the pre-tokenizer.
-        texts, types: of the tokens.
-        scores: of the tokens, for "llama".
+        texts: texts of the tokens.
+        types: types of the tokens, as numbers of GGUF files.
+        scores: scores of the tokens, for "llama".
         merges: for "gpt2", as "left right".
         special: ids of special tokens by role: "bos", "eos", "unknown", "padding".
         adds: whether a token is added to texts, by role: "bos", "eos".

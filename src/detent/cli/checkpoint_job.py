@@ -28,8 +28,19 @@ MAX_SENSITIVE_SHOWN = 5
 JOB_OPTIONS = ("importance", "recipe", "memory_budget", "pre_tokenizer")
 VALID_OPTIONS = frozenset(
     {
-        *("to", "text", *JOB_OPTIONS, "no_vocabulary", "keep_scales", "workers", "ray", "dry_run", "fail_below_sqnr"),
-        *("strict", "no_verify", "output", "report", "force", "as_json", "quiet", "verbose"),
+        *(
+            "to",
+            *JOB_OPTIONS,
+            "text",
+            "no_vocabulary",
+            "keep_scales",
+            "workers",
+            "ray",
+            "dry_run",
+            "fail_below_sqnr",
+            "strict",
+        ),
+        *("no_verify", "output", "report", "force", "as_json", "quiet", "verbose"),
     }
 )
 
@@ -44,10 +55,11 @@ def run_checkpoint_job(values: Mapping[str, Any], given: Mapping[str, str]) -> N
     unused = [option for name, option in given.items() if name not in VALID_OPTIONS]
     if unused:
         raise SpecError(f"{', '.join(unused)} cannot be combined with --to, which is for checkpoints: drop one of them")
-    if values["text"] is not None and (values["importance"] is not None or values["dry_run"]):
-        raise SpecError("--text cannot be combined with --importance or --dry-run: drop one of them")
     if values["fail_below_sqnr"] is not None and values["no_verify"]:
         raise SpecError("--fail-below-sqnr needs the verification: drop --no-verify")
+    if "text" in given and ("importance" in given or values["dry_run"]):
+        other = "--importance" if "importance" in given else "--dry-run"
+        raise SpecError(f"--text measures importance, and cannot be combined with {other}: drop one of them")
     options: dict[str, Any] = {name: values[name] for name in JOB_OPTIONS if name in given}
     options |= {"vocabulary": not values["no_vocabulary"], "scales": "keep" if values["keep_scales"] else "raise"}
     job = CheckpointJob(values["model"], values["to"], values["output"], values["report"], options, values["text"])
@@ -76,7 +88,7 @@ class CheckpointJob:
         output: file to write, or None for SOURCE-MIXTURE.gguf.
         report: file for a report, or None.
         options: further arguments of ``qc.quantize``.
-        text: text file that importance is collected on, or None.
+        text: text on which importance is measured, or None.
     """
 
     source: Path
@@ -87,9 +99,9 @@ class CheckpointJob:
     text: Path | None = None
 
     @property
-    def importance_file(self) -> Path | None:
-        """The file for the importance that is collected on a text."""
-        return None if self.text is None else self.target.with_suffix(".imatrix.gguf")
+    def importance_file(self) -> Path:
+        """The file for importance that is measured on --text, next to the output."""
+        return self.target.with_name(f"{self.target.stem}.imatrix.gguf")
 
     @property
     def target(self) -> Path:
@@ -106,18 +118,27 @@ class CheckpointJob:
             raise SpecError(f"{self.source}: there is no such file or directory")
         read = {"the model": self.source, "--importance": self.options.get("importance"), "--text": self.text}
         read["--recipe"] = None if self.options.get("recipe") is None else recipe_file(self.options["recipe"])
-        written = {"--output": self.target, "--report": self.report, "the importance": self.importance_file}
-        check_distinct(written, read)
-        check_can_write(self.importance_file, force=force, is_written=not dry_run)
+        check_distinct({"--output": self.target, "--report": self.report}, read)
         is_written = not dry_run
         check_can_write(self.target, force=force or dry_run, suffixes=(".gguf",), is_written=is_written)
         check_report_path(self.report, force=force or dry_run, is_written=is_written)
+        if self.text is not None:
+            check_can_write(self.importance_file, force=force, suffixes=(".gguf",))
 
     def dry_run(self, screen: Screen) -> None:
         """Print what would be written."""
         estimate = plan(self.source, self.to, **self.options)
         screen.say(str(estimate))
         screen.emit({"model": str(self.source), "output": str(self.target), **estimate.document()})
+
+    def _with_importance(self, screen: Screen) -> dict[str, Any]:
+        """Measure importance on --text, if given; return the options with the file that contains it."""
+        if self.text is None:
+            return self.options
+        screen.note(f"measuring importance on {self.text}: {self.importance_file}")
+        with screen.progress("measuring importance") as step:
+            collect(self.source, self.text, self.importance_file, progress=step)
+        return {**self.options, "importance": self.importance_file}
 
     def run(
         self,
@@ -130,21 +151,18 @@ class CheckpointJob:
         strict: bool,
     ) -> None:
         """Quantize, verify, print and write the report."""
-        if self.text is not None:
-            screen.note(f"collecting importance on {self.text}, to {self.importance_file}")
-            with screen.progress("collecting importance") as step:
-                self.options["importance"] = collect(self.source, self.text, self.importance_file, progress=step)
+        options = self._with_importance(screen)
         screen.note(f"quantizing {self.source} to {self.target}")
         with (
             open_executor(workers, ray, None) as (executor, arguments),
             screen.progress("quantizing", executor) as step,
         ):
             arguments.pop("work_directory", None)
-            result = quantize(self.source, self.target, self.to, progress=step, **arguments, **self.options)
+            result = quantize(self.source, self.target, self.to, progress=step, **arguments, **options)
         verification = None
         if is_verified:
             screen.note(f"verifying {self.target}")
-            verification = verify(self.source, self.target, importance=self.options.get("importance"))
+            verification = verify(self.source, self.target, importance=options.get("importance"))
         self._show(screen, result, verification)
         missed = _missed(verification, min_sqnr_db)
         if strict and result.warnings:

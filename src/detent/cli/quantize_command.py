@@ -131,7 +131,7 @@ def run(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text that importance is collected on.", show_default=False, hidden=True),
+        typer.Option(metavar="FILE", help="Text to measure importance on for --to.", show_default=False, hidden=True),
     ] = None,
     pre_tokenizer: Annotated[
         str | None,

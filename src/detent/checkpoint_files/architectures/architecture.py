@@ -7,7 +7,6 @@ uses.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from re import compile as regex
 
 from detent.checkpoint_files.model_config import ModelConfig
@@ -34,7 +33,7 @@ _BLOCK = regex(r"blk\.(\d+)\.")
 
 @dataclass(frozen=True)
 class TensorRule:
-    """How tensors of one kind are named and stored.
+    """Names and layout of tensors of one kind.
 
     Attributes:
         target: name in GGUF files without ".weight"; "{block}" is the number of the block.
@@ -61,6 +60,11 @@ class TensorRule:
     fused_part: tuple[int, int] = (0, 1)
 
 
+def no_constants(config: ModelConfig) -> list[TargetTensor]:  # noqa: ARG001 - the signature of ``constants``
+    """Return no tensors."""
+    return []
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Table entry of an architecture.
@@ -71,7 +75,7 @@ class Architecture:
         rules: rules of all tensors.
         sizes: function that returns the sizes that rules name.
         metadata: function that returns the metadata of the architecture.
-        unused: patterns of tensor names that GGUF files do not contain.
+        unused: parts of names of tensors that GGUF files do not contain.
         prefixes: pairs of the start of a name in the rules, and of the same name in other checkpoints.
         constants: function that returns tensors that are computed from the configuration.
         drops_output: whether an output matrix in the checkpoint is ignored, because llama.cpp uses the embedding.
@@ -82,9 +86,9 @@ class Architecture:
     rules: tuple[TensorRule, ...]
     sizes: Callable[[ModelConfig], dict[str, int]]
     metadata: Callable[[ModelConfig], list[MetadataEntry]]
-    unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    unused: tuple[str, ...] = (".rotary_emb.inv_freq",)
     prefixes: tuple[tuple[str, str], ...] = ()
-    constants: Callable[[ModelConfig], list[TargetTensor]] = lambda _: []
+    constants: Callable[[ModelConfig], list[TargetTensor]] = no_constants
     drops_output: bool = False
 
 
@@ -223,8 +227,8 @@ class _Resolver:
 
     def check_all_used(self, config: ModelConfig) -> None:
         """Raise if the checkpoint has tensors that no rule uses; the file would be another model."""
-        unused = self.architecture.unused + (("lm_head.weight", "*.lm_head.weight") if self.tied else ())
-        left = [name for name in self.source if name not in self.used and not _matches(name, unused)]
+        unused = self.architecture.unused + (("lm_head.weight",) if self.tied else ())
+        left = [name for name in self.source if name not in self.used and not any(part in name for part in unused)]
         if left:
             names = ", ".join(repr(name[:MAX_CHARS_SHOWN]) for name in left[:MAX_NAMES_SHOWN])
             more = f" and {len(left) - MAX_NAMES_SHOWN} more" if len(left) > MAX_NAMES_SHOWN else ""
@@ -233,7 +237,3 @@ class _Resolver:
                 f"{counted(len(left), 'tensor')}: {names}{more}; the checkpoint is quantized or not a plain "
                 f"{config.classes[0]}"
             )
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -64,7 +64,7 @@ def _gemma3_metadata(config: ModelConfig) -> list[MetadataEntry]:
     _check(config, "gemma3")
     entries = [*_with_head_sizes("gemma3", config), *rope_keys("gemma3", config)]
     if config.get("attn_logit_softcapping") is not None:
-        raise UnsupportedError("config.json: attn_logit_softcapping is set, but llama.cpp has none for gemma3")
+        raise UnsupportedError("config.json: attn_logit_softcapping is set, but llama.cpp ignores it for gemma3")
     if config.get("final_logit_softcapping") is not None:
         entries.append(float_entry("gemma3.final_logit_softcapping", config.number("final_logit_softcapping")))
     local = config.rope("sliding_attention")
@@ -118,7 +118,7 @@ GEMMA3 = Architecture(
     (*_COMMON, *_norm_rules(_HEAD_NORMS)),
     block_sizes,
     _gemma3_metadata,
-    unused=("*.rotary_emb.inv_freq", "*vision_tower.*", "*multi_modal_projector.*"),
+    unused=(".rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector."),
     prefixes=(("model.", "language_model.model."), ("model.", "model.language_model.")),
     drops_output=True,
 )

@@ -59,6 +59,6 @@ GPT2 = Architecture(
     ),
     _sizes,
     _metadata,
-    unused=("*.attn.bias", "*.attn.masked_bias"),
+    unused=(".attn.bias", ".attn.masked_bias"),
     prefixes=(("transformer.", ""),),
 )
