@@ -7,7 +7,10 @@ the largest anonymous memory (RssAnon) of this process, and verifies the file.
 ``python benchmarks/checkpoint_proofs.py kill --kills 100 --megabytes 200`` kills a job at random moments, goes on, and
 compares the bytes of every result.
 
-Both print one JSON document. Nothing is written outside the directory given by ``--directory``.
+``python benchmarks/checkpoint_proofs.py speed --llama PYTHON`` times ``qc.quantize`` and llama.cpp's own quantizer by
+turns on the same BF16 file, and compares the bytes of all tensors. ``PYTHON`` runs llama.cpp through cyllama.
+
+All print one JSON document. Nothing is written outside the directory given by ``--directory``.
 """
 
 import argparse
@@ -34,6 +37,31 @@ import sys, detent.checkpoint as qc
 result = qc.verify(sys.argv[1], sys.argv[2])
 print(result)
 sys.exit(not result.ok)
+"""
+TIME_DETENT = """
+import sys, time, detent as dt, detent.checkpoint as qc
+dt.set_num_threads(int(sys.argv[3]))
+begin = time.perf_counter()
+qc.quantize(sys.argv[1], sys.argv[2], "gguf:Q4_K_M", resume=False)
+print(time.perf_counter() - begin)
+"""
+TIME_LLAMA = """
+import sys, time
+import cyllama.llama.llama_cpp as llama
+llama.disable_logging()
+llama.llama_backend_init()
+params = llama.LlamaModelQuantizeParams()
+params.ftype, params.nthread = 15, int(sys.argv[3])
+begin = time.perf_counter()
+llama.model_quantize(sys.argv[1], sys.argv[2], params)
+print(time.perf_counter() - begin)
+"""
+COMPARE = """
+import sys, detent.checkpoint as qc
+a, b = qc.open(sys.argv[1]), qc.open(sys.argv[2])
+assert set(a) == set(b)
+assert all((a[n].dtype, a[n].shape) == (b[n].dtype, b[n].shape) for n in a)
+print(sum(a[n].read().tobytes() != b[n].read().tobytes() for n in a), len(a))
 """
 HIDDEN, FEED_FORWARD, VOCABULARY = 4096, 14336, 32000
 RANDOM_ROWS = 16
@@ -191,18 +219,56 @@ def kill(directory: Path, kills: int, megabytes: float, seed: int = 0) -> dict[s
     }
 
 
+def printed(command: list[Any]) -> str:
+    """Run a command; return the last line that it prints."""
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout.strip().splitlines()[-1]
+
+
+def speed(directory: Path, megabytes: float, llama: Path, rounds: int = 3) -> dict[str, Any]:
+    """Time both quantizers by turns, on one thread and on two; the best round of each counts."""
+    hidden, inner = 1024, 2816
+    layers = max(1, round(megabytes * 1e6 / (2 * (2.5 * hidden**2 + 3 * hidden * inner))))
+    source, float_file = directory / "model", directory / "bf16.gguf"
+    nbytes, _ = write_sparse(source, config(layers, hidden, inner, 4096), tensors_per_shard=16, random_rows=None)
+    subprocess.run([sys.executable, "-c", CONVERT, source, float_file, "gguf:BF16", "1 GB"], check=True)
+    ours, theirs = directory / "detent.gguf", directory / "llama.gguf"
+    seconds: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for threads in (1, 2):
+            own = printed([sys.executable, "-c", TIME_DETENT, float_file, ours, str(threads)])
+            seconds.setdefault(f"detent, {threads} threads", []).append(float(own))
+            other = printed([llama, "-c", TIME_LLAMA, float_file, theirs, str(threads)])
+            seconds.setdefault(f"llama.cpp, {threads} threads", []).append(float(other))
+    differing, count = map(int, printed([sys.executable, "-c", COMPARE, ours, theirs]).split())
+    best = {name: min(values) for name, values in seconds.items()}
+    return {
+        "source_bytes": nbytes,
+        "seconds": {name: round(value, 2) for name, value in best.items()},
+        "times_as_fast": {
+            f"{threads} threads": round(best[f"llama.cpp, {threads} threads"] / best[f"detent, {threads} threads"], 2)
+            for threads in (1, 2)
+        },
+        "tensors": count,
+        "tensors_that_differ": differing,
+    }
+
+
 def main() -> None:
     """Run one of the proofs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("proof", choices=("memory", "kill"))
+    parser.add_argument("proof", choices=("memory", "kill", "speed"))
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--gigabytes", type=float, default=20)
     parser.add_argument("--budget", default="1 GB")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--megabytes", type=float, default=200)
+    parser.add_argument("--llama", type=Path, help="Python that has cyllama")
     options = parser.parse_args()
     if options.proof == "memory":
         result = memory(options.directory, options.gigabytes, options.budget)
+    elif options.proof == "speed":
+        result = speed(options.directory, options.megabytes, options.llama)
     else:
         result = kill(options.directory, options.kills, options.megabytes)
     print(json.dumps({"proof": options.proof, **result}, indent=2))

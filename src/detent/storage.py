@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 
 Arrays = dict[str, NDArray[Any]]
 HEADER_LIMIT = 1 << 24  # bytes
+ELEMENT_LIMIT = SIZE_LIMIT >> 3  # elements of up to 8 bytes; NumPy rejects larger arrays, even if an axis is 0
 FOREIGN_LIFETIME = 24 * 60 * 60  # seconds; no writer pauses longer
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LENGTH_BYTES = 8  # of the length field; also the alignment of the header
@@ -270,7 +271,7 @@ def _checked_entry(name: str, entry: object, dtypes: Container[str]) -> HeaderEn
     if not isinstance(dtype, str) or dtype not in dtypes or dtype not in ITEM_BYTES:
         names = ", ".join(name for name in ITEM_BYTES if name in dtypes)
         raise FileFormatError(f"{label} has dtype {brief(dtype)}, expected one of {names}")
-    if not are_sizes(shape) or prod(max(size, 1) for size in shape) >= SIZE_LIMIT:
+    if not are_sizes(shape) or prod(max(size, 1) for size in shape) >= ELEMENT_LIMIT:
         raise FileFormatError(f"{label} has shape {brief(shape)}, expected a list of sizes")
     if not are_sizes(offsets) or len(offsets) != 2:
         raise FileFormatError(f"{label} has data_offsets {brief(offsets)}, expected [begin, end]")

@@ -11,6 +11,9 @@ import pytest
 import detent as dt
 import detent.checkpoint as qc
 from detent.checkpoint import row_stream
+from detent.checkpoint_files import ArrayTensor, TensorSource
+from detent.checkpoint_files.gguf_reader import read_gguf
+from detent.checkpoint_files.gguf_writer import gguf_layout
 from detent.cluster import process_executor
 from detent.errors import NaNError, ParamsError, RangeError, ShapeError, SpecError, UnsupportedError, WorkerError
 
@@ -67,6 +70,28 @@ def test_a_bf16_gguf_file_gives_the_same_tensors_as_the_checkpoint(checkpoint, t
     direct, again = qc.open(tmp_path / "direct.gguf"), qc.open(tmp_path / "q.gguf")
     assert list(direct) == list(again)
     assert all(direct[name].read().tobytes() == again[name].read().tobytes() for name in direct)
+
+
+def test_a_gguf_source_keeps_its_alignment(checkpoint, tmp_path, finished):
+    qc.quantize(checkpoint, tmp_path / "bf16.gguf", "gguf:BF16", vocabulary=False)
+    file = read_gguf(tmp_path / "bf16.gguf")
+    data = file.path.read_bytes()
+    names = {"bfloat16": "BF16", "float32": "F32"}
+    layout = gguf_layout(
+        [*file.entries, ("general.alignment", "uint32", 256)],
+        [(t.name, t.shape, names[t.dtype]) for t in file.tensors],
+        alignment=256,
+    )
+    buffer = bytearray(layout.nbytes)
+    buffer[: len(layout.header)] = layout.header
+    for tensor, place in zip(file.tensors, layout.tensors, strict=True):
+        buffer[place.offset : place.offset + place.nbytes] = data[tensor.offset : tensor.offset + tensor.nbytes]
+    (tmp_path / "aligned.gguf").write_bytes(buffer)
+    qc.quantize(tmp_path / "aligned.gguf", tmp_path / "q.gguf")
+    (tmp_path / "direct.gguf").write_bytes(finished)
+    direct, aligned = qc.open(tmp_path / "direct.gguf"), qc.open(tmp_path / "q.gguf")
+    assert all(tensor.offset % 256 == 0 for tensor in aligned.values())
+    assert all(direct[name].read().tobytes() == aligned[name].read().tobytes() for name in direct)
 
 
 def test_the_memory_budget_does_not_change_the_bytes(checkpoint, tmp_path, finished):
@@ -141,6 +166,14 @@ def test_without_resume_the_job_starts_again(checkpoint, tmp_path, finished):
 
 def test_an_interrupted_job_without_resume_leaves_nothing(checkpoint, tmp_path):
     interrupt(checkpoint, tmp_path / "x.gguf", 0.4, resume=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_in_memory_starts_again(checkpoint, tmp_path):
+    opened = qc.open(checkpoint)
+    tensors = [ArrayTensor(name, tensor.read().copy()) for name, tensor in opened.items()]
+    source = TensorSource(tensors, config=opened.config)
+    interrupt(source, tmp_path / "x.gguf", 0.5)
     assert list(tmp_path.iterdir()) == []
 
 

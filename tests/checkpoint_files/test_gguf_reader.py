@@ -146,6 +146,7 @@ DAMAGED = {
     "unaligned offset": (header([(b"w", [4], 0, 16)]), "expected a multiple of 32"),
     "too many dimensions": (header([(b"w", [1] * 5, 0, 0)]), "5 dimensions"),
     "dims whose product overflows": (header([(b"w", [1 << 40, 1 << 40], 0, 0)]), "too large"),
+    "an empty tensor that is too large": (header([(b"w", [1 << 60, 0], 0, 0)]), "too large"),
     "a partial block": (header([(b"w", [48], 8, 0)]), "multiple of 32"),
     "a scalar block tensor": (header([(b"w", [], 8, 0)]), "multiple of 32"),
 }

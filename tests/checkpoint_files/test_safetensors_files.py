@@ -145,6 +145,13 @@ def test_a_truncated_shard_raises_and_is_named(sharded):
         open_safetensors(sharded)
 
 
+def test_a_replaced_file_raises_when_it_is_read(sharded):
+    source = open_safetensors(sharded)
+    write(sharded / "model-2.safetensors", {"b": np.ones((60, 8), np.float32)})
+    with pytest.raises(FileFormatError, match="changed or replaced"):
+        source["b"].read()
+
+
 def test_overlapping_tensors_raise(tmp_path):
     def overlap(header):
         header["b"]["data_offsets"] = header["a"]["data_offsets"]
@@ -155,7 +162,7 @@ def test_overlapping_tensors_raise(tmp_path):
         open_safetensors(path)
 
 
-@pytest.mark.parametrize("shape", [[1 << 40, 1 << 40], [-1, 4], [1.5], "x"])
+@pytest.mark.parametrize("shape", [[1 << 40, 1 << 40], [0, 1 << 61], [-1, 4], [1.5], "x"])
 def test_impossible_shapes_raise(tmp_path, shape):
     def change(header):
         header["a"]["shape"] = shape

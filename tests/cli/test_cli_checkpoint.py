@@ -88,6 +88,7 @@ def test_a_low_sqnr_exits_1(run, tmp_path):
         ((*QUANTIZE, "--data", "x.npz"), "--data cannot be combined with --to"),
         ((*QUANTIZE, "--fail-below-sqnr", "3", "--no-verify"), "drop --no-verify"),
         ((*QUANTIZE, "-o", "x.bin"), "ends in .gguf"),
+        ((*QUANTIZE, "--text", "t.txt", "--dry-run"), "cannot be combined with --dry-run"),
         (("quantize", "model.onnx", "--importance", "x"), "--importance needs --to"),
     ],
 )

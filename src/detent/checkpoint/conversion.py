@@ -22,6 +22,7 @@ from detent.block_tensor import ScalePolicy
 from detent.checkpoint.row_items import RowItem
 from detent.checkpoint.sources import open as open_checkpoint
 from detent.checkpoint_files.architectures import gguf_model
+from detent.checkpoint_files.gguf_reader import DEFAULT_ALIGNMENT
 from detent.checkpoint_files.gguf_writer import GgufLayout, PlacedTensor, gguf_layout
 from detent.checkpoint_files.importance_files import Importance, read_importance
 from detent.checkpoint_files.mixtures import choose_types, file_metadata, get_mixture
@@ -133,7 +134,9 @@ def decide_conversion(
     }
     entries = [*_without_mixture(model), *file_metadata(mixture)]
     entries.append(MetadataEntry(CONVERSION_KEY, "string", json.dumps(recorded, sort_keys=True)))
-    layout = gguf_layout(entries, [(each.name, each.shape, types[each.name]) for each in model.tensors])
+    alignment = next((entry[2] for entry in entries if entry[0] == "general.alignment"), DEFAULT_ALIGNMENT)
+    infos = [(each.name, each.shape, types[each.name]) for each in model.tensors]
+    layout = gguf_layout(entries, infos, alignment=alignment)
     tensors = tuple(
         ConvertedTensor(target, place, reasons.get(target.name, ""))
         for target, place in zip(model.tensors, layout.tensors, strict=True)

@@ -11,8 +11,9 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import closing
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from detent.checkpoint.conversion import (
 from detent.checkpoint.conversion_report import ConversionPlan, ConversionReport, tensor_lines
 from detent.checkpoint.partial_file import PartialFile
 from detent.checkpoint.row_items import Bytes, ItemDone, RowItem, encode, item_environment, load, run_item
-from detent.checkpoint_files.tensor_source import TensorSource
+from detent.checkpoint_files.tensor_source import StoredTensor, TensorSource
 from detent.checks import as_integer
 from detent.errors import SpecError
 from detent.recipe import Recipe
@@ -78,7 +79,8 @@ def quantize(  # noqa: PLR0913 - keyword arguments
         memory_budget: bytes for rows in work, such as "1 GB"; at least one row is in work. With an executor, the
             workers share it.
         progress: callback f(bytes written, total bytes).
-        resume: go on with a partial file that an earlier run of the same job left.
+        resume: go on with a partial file that an earlier run of the same job left; tensors in memory always start
+            again.
         executor: an executor whose workers see the files under the same paths; see ``detent.cluster``.
         pre_tokenizer: name of the pre-tokenizer for llama.cpp, if it is not recognized.
         vocabulary: write the tokenizer of the checkpoint; without it, llama.cpp accepts only token ids.
@@ -104,7 +106,9 @@ def quantize(  # noqa: PLR0913 - keyword arguments
         scales=scales,
     )
     check_output(conversion.source, target)
-    partial = PartialFile(target, conversion.layout, _identity(conversion), resume=resume)
+    # Tensors in memory may change between two runs, and nothing would tell.
+    is_resumable = resume and all(isinstance(tensor, StoredTensor) for tensor in conversion.source.values())
+    partial = PartialFile(target, conversion.layout, _identity(conversion), resume=is_resumable)
     warnings = [*conversion.notes, *partial.warnings]
     with partial:
         items = [
@@ -113,14 +117,14 @@ def quantize(  # noqa: PLR0913 - keyword arguments
             if not partial.has(item)
         ]
         written, total = partial.resumed_nbytes, sum(each.nbytes for each in conversion.layout.tensors)
-        results = _run_here(items, partial) if executor is None else _run_there(items, executor)
-        for done in results:
-            partial.record(done)
-            written += (done.stop - done.start) * conversion.layout.tensors[done.tensor].row_bytes
-            if done.warning:
-                warnings.append(done.warning)
-            if progress is not None:
-                progress(written, total)
+        with closing(_run_here(items, partial) if executor is None else _run_there(items, executor)) as results:
+            for done in results:
+                partial.record(done)
+                written += (done.stop - done.start) * conversion.layout.tensors[done.tensor].row_bytes
+                if done.warning:
+                    warnings.append(done.warning)
+                if progress is not None:
+                    progress(written, total)
         partial.finish()
     return ConversionReport(
         conversion.to,
@@ -215,7 +219,7 @@ def _identity(conversion: Conversion) -> dict[str, Any]:
     }
 
 
-def _run_here(items: list[RowItem], partial: PartialFile) -> Iterator[ItemDone]:
+def _run_here(items: list[RowItem], partial: PartialFile) -> Generator[ItemDone, None, None]:
     """Run items in this process: read ahead, quantize, write behind."""
     with ThreadPoolExecutor(1, "detent-read") as reader, ThreadPoolExecutor(1, "detent-write") as writer:
         ahead = [reader.submit(load, items[0])] if items else []
@@ -239,8 +243,9 @@ def _write(partial: PartialFile, item: RowItem, data: Bytes, warning: str) -> It
     return ItemDone(item.tensor, item.start, item.stop, zlib.crc32(data.data), warning)
 
 
-def _run_there(items: list[RowItem], executor: Executor) -> Iterator[ItemDone]:
-    return run_items(executor, run_item, items, item_environment)
+def _run_there(items: list[RowItem], executor: Executor) -> Generator[ItemDone, None, None]:
+    """Run items on the workers of an executor."""
+    yield from run_items(executor, run_item, items, item_environment)
 
 
 def _seconds(conversion: Conversion) -> dict[str, float]:

@@ -20,9 +20,9 @@ import numpy as np
 
 from detent.checkpoint_files.gguf_types import ARRAY_TYPE, VALUE_TYPES, types_by_number
 from detent.checkpoint_files.tensor_source import StoredTensor, TensorSource
-from detent.checks import SIZE_LIMIT
 from detent.codec import MAX_CHARS_SHOWN, reading
 from detent.errors import FileFormatError, UnsupportedError
+from detent.storage import ELEMENT_LIMIT
 
 __all__ = ["GgufFile", "MetadataEntry", "is_gguf", "open_gguf", "read_gguf"]
 
@@ -237,7 +237,7 @@ class _Header:
         if rank > MAX_DIMENSIONS:
             raise FileFormatError(f"tensor {name[:MAX_CHARS_SHOWN]!r} has {rank} dimensions, expected at most 4")
         shape = tuple(self._number("<u8") for _ in range(rank))[::-1]
-        if any(size >= SIZE_LIMIT for size in shape) or prod(max(size, 1) for size in shape) >= SIZE_LIMIT:
+        if prod(max(size, 1) for size in shape) >= ELEMENT_LIMIT:
             raise FileFormatError(f"tensor {name[:MAX_CHARS_SHOWN]!r} has shape {shape}, which is too large")
         return name, shape, self._number("<u4"), self._number("<u8")
 
@@ -260,7 +260,7 @@ class _Header:
                 f"{label} ends at byte {start + offset + nbytes}, but the file ends at byte {self._size}: it is "
                 "truncated"
             )
-        return StoredTensor(name, shape, kind.dtype, self._path, start + offset, nbytes)
+        return StoredTensor(name, shape, kind.dtype, self._path, start + offset, nbytes, file_size=self._size)
 
 
 def _type_name(number: int, key: str) -> str:

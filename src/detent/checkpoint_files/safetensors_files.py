@@ -148,7 +148,13 @@ def _read_shard(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     start = LENGTH_BYTES + length
     tensors = {
         name: StoredTensor(
-            name, entry.shape, DTYPES[entry.dtype], path.absolute(), start + entry.begin, entry.end - entry.begin
+            name,
+            entry.shape,
+            DTYPES[entry.dtype],
+            path.absolute(),
+            start + entry.begin,
+            entry.end - entry.begin,
+            file_size=size,
         )
         for name, entry in entries.items()
     }

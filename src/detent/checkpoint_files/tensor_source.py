@@ -192,6 +192,7 @@ class StoredTensor:
         offset: position of the first byte in the file.
         nbytes: number of bytes in the file.
         scale: tensor with the scales of a float8 tensor, or None.
+        file_size: size that the file had when it was opened, or None; workers may see another file under its path.
         scale_block: rows and columns that share a scale; () if one scale applies to the tensor.
     """
 
@@ -203,6 +204,7 @@ class StoredTensor:
     nbytes: int
     scale: "StoredTensor | None" = None
     scale_block: tuple[int, ...] = ()
+    file_size: int | None = None
 
     @property
     def block_format(self) -> BlockFormat | None:
@@ -218,7 +220,7 @@ class StoredTensor:
         start, stop = checked_rows(self.name, self.shape, start, stop)
         rows = self.shape[0] if self.shape else 1
         row_bytes = self.nbytes // max(rows, 1)
-        data = _file_bytes(self.path, self.offset + start * row_bytes, (stop - start) * row_bytes)
+        data = _file_bytes(self.path, self.offset + start * row_bytes, (stop - start) * row_bytes, self.file_size)
         element = ELEMENT_TYPES.get(self.dtype)
         if element is not None:
             return data.view(element).reshape((stop - start, *self.shape[1:]) if self.shape else ())
@@ -283,7 +285,7 @@ def _scaled(tensor: StoredTensor, values: Floats, start: int) -> Floats:
     return values * scale[np.ix_(*index)]
 
 
-def _file_bytes(path: Path, offset: int, count: int) -> NDArray[np.uint8]:
+def _file_bytes(path: Path, offset: int, count: int, size: int | None) -> NDArray[np.uint8]:
     """Return a read-only view of bytes of a file; check first that the file still has them."""
     if not count:
         return np.empty(0, np.uint8)
@@ -293,6 +295,8 @@ def _file_bytes(path: Path, offset: int, count: int) -> NDArray[np.uint8]:
             f"{path} has {status.st_size} bytes, but a tensor needs bytes up to {offset + count}: the file was "
             "truncated after it was opened"
         )
+    if size is not None and status.st_size != size:
+        raise FileFormatError(f"{path} has {status.st_size} bytes, expected {size}: the file was changed or replaced")
     mapped = _mapped(path, status.st_ino, status.st_size, status.st_mtime_ns)
     return np.frombuffer(mapped, np.uint8, count, offset)
 
