@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
+import detent.checkpoint as qc
 from detent.checkpoint_files.architectures import gguf_model
 from detent.checkpoint_files.importance_files import ColumnSums, Importance
 from detent.checkpoint_files.mixtures import FILE_TYPES, choose_types, is_float_tensor
@@ -96,6 +97,19 @@ def test_all_mixtures_have_the_types_of_llama_cpp(blocks, options, tmp_path, lla
         llama_cpp.quantize(tmp_path / "bf16.gguf", tmp_path / "theirs.gguf", FILE_TYPES[mixture])
         theirs = {each.name: each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "theirs.gguf").tensors}
         assert choose_types(target, mixture).types == theirs, mixture
+
+
+def test_quantize_of_a_directory_and_of_a_gguf_file_equal_llama_cpp(tmp_path, llama_cpp):
+    save_model("qwen2moe", tmp_path)
+    importance = random_importance(gguf_model(open_model(tmp_path), vocabulary=False))
+    importance.save(tmp_path / "imatrix.gguf")
+    qc.quantize(tmp_path, tmp_path / "bf16.gguf", to="gguf:BF16", vocabulary=False)
+    llama_cpp.quantize(tmp_path / "bf16.gguf", tmp_path / "theirs.gguf", FILE_TYPES["Q3_K_M"], importance)
+    for number, source in enumerate((tmp_path, tmp_path / "bf16.gguf")):
+        path = tmp_path / f"ours-{number}.gguf"
+        qc.quantize(source, path, to="gguf:Q3_K_M", importance=tmp_path / "imatrix.gguf", vocabulary=False)
+        assert differing(path, tmp_path / "theirs.gguf") == {}
+    assert llama_cpp.logits(path, random_tokens()).shape == (40, 96)
 
 
 def random_importance(target):

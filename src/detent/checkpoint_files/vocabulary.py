@@ -360,5 +360,7 @@ def _load_tokenizer(path: Path) -> Any:  # noqa: ANN401 - the package may be mis
         return Tokenizer.from_str(_read_text(path))
     except FileFormatError:
         raise
-    except Exception as error:  # the package raises the class Exception itself
+    except BaseException as error:  # the package raises the class Exception itself, and on bugs a PanicException
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise FileFormatError(f"{path} is not a tokenizer.json: {str(error)[:200]}") from error
