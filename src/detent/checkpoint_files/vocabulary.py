@@ -276,7 +276,7 @@ def _sentencepiece(files: _TokenizerFiles, path: Path, size: int) -> Vocabulary:
     for token, piece in enumerate(model.pieces):
         texts[token], scores[token], types[token] = piece.text, piece.score, piece.type
     for token, (text, is_special, _) in files.added().items():
-        if token < size and (types[token] == UNUSED or types[token] == NORMAL or texts[token] != text):
+        if token < size:  # as in llama.cpp's files, an added token keeps neither type nor score of its piece
             texts[token], types[token] = _added_token(text, is_special)
             scores[token] = ADDED_SCORE
     return Vocabulary("llama", "default", texts, types, scores, adds_space=model.adds_space)
