@@ -84,10 +84,9 @@ class Vocabulary:
 
 
 def vocabulary_entries(
-    directory: Path, config: ModelConfig, architecture: str, *, pre_tokenizer: str | None = None
+    directory: Path, config: ModelConfig, *, pre_tokenizer: str | None = None
 ) -> list[MetadataEntry]:
     """Return the metadata of the vocabulary in a directory; see ``read_vocabulary``."""
-    del architecture  # the files say everything; tokenizers do not depend on the architecture
     return read_vocabulary(directory, config, pre_tokenizer=pre_tokenizer).entries()
 
 
