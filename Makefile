@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo quick test test-all test-gpu test-gpu-all test-llama lint format sanitize bench bench-quick bench-qat bench-onnx \
-        bench-unseen bench-checkpoint bench-cluster bench-dynamic bench-kinds bench-ptq bench-mixed bench-drop bench-tools peers docs \
+        bench-unseen bench-checkpoint bench-streaming bench-cluster bench-dynamic bench-kinds bench-ptq bench-mixed bench-drop bench-tools peers docs \
         wheel clean
 
 help: ## list the targets
@@ -116,6 +116,14 @@ bench-drop: $(STAMP) ## compare the search for max_drop with an exhaustive searc
 bench-checkpoint: $(STAMP) ## compare the block formats of GGUF files with ggml's C code; update the table
 	$(QUIET) $(RUN) benchmarks/checkpoint.py --output benchmarks/results/checkpoint.json
 	$(RUN) benchmarks/render_checkpoint.py
+
+PROOFS := build/checkpoint-proofs
+
+bench-streaming: $(STAMP) ## convert a sparse checkpoint of 20 GB under a 1 GB budget; kill a conversion 100 times and go on (7 GB of disk)
+	rm -rf $(PROOFS)
+	$(RUN) benchmarks/checkpoint_proofs.py memory --gigabytes 20 --budget "1 GB" --directory $(PROOFS)/memory
+	$(RUN) benchmarks/checkpoint_proofs.py kill --kills 100 --megabytes 200 --directory $(PROOFS)/kill
+	rm -rf $(PROOFS)
 
 bench-cluster: $(STAMP) ## measure how calibration scales with workers; update the tables
 	$(QUIET) $(RUN) benchmarks/cluster.py --output benchmarks/results/cluster.json

@@ -11,7 +11,7 @@ import detent as dt
 import detent.checkpoint as qc
 from detent.checkpoint_files.gguf_reader import read_gguf
 from detent.checkpoint_files.gguf_writer import gguf_layout
-from detent.errors import SpecError, VerificationError
+from detent.errors import SpecError, UnsupportedError, VerificationError
 
 from .tiny_checkpoints import CONFIG, llama_tensors, write_checkpoint
 
@@ -179,3 +179,11 @@ def test_importance_must_be_passed_again(files, tmp_path):
 def test_gguf_files_have_no_levels(files):
     with pytest.raises(SpecError, match="drop both"):
         dt.verify(files / "tiny", files / "tiny.gguf", levels=1)
+
+
+def test_parts_of_split_files_are_not_verified(files, tmp_path):
+    def change(entries, tensors):
+        entries.append(("split.count", "uint16", 2))
+
+    with pytest.raises(UnsupportedError, match="merge the parts"):
+        dt.verify(files / "tiny", rewritten(files, tmp_path, change))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import detent.checkpoint as qc
-from detent.errors import FileFormatError
+from detent.errors import DtypeError, FileFormatError
 
 from .tiny_checkpoints import llama_tensors, write_checkpoint
 
@@ -25,6 +25,8 @@ def test_other_paths_raise(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"12345678")
     with pytest.raises(FileFormatError, match="is not a checkpoint"):
         qc.open(tmp_path / "x.bin")
+    with pytest.raises(DtypeError, match="expected the path of a checkpoint"):
+        qc.open(3)
     with pytest.raises(FileFormatError, match="no such file"):
         qc.open(tmp_path / "missing")
     for name in ("a.gguf", "b.gguf"):

@@ -31,7 +31,7 @@ from detent.checkpoint_files.gguf_types import tensor_types
 from detent.checkpoint_files.gguf_writer import entry_bytes
 from detent.checkpoint_files.tensor_source import ELEMENT_TYPES, StoredTensor
 from detent.codec import encode as storable
-from detent.errors import DetentError, DtypeError, FileFormatError, SpecError
+from detent.errors import DetentError, DtypeError, FileFormatError, SpecError, UnsupportedError
 from detent.gguf import find_block_format
 from detent.kernels import decode_blocks
 from detent.metrics import SignalNoise
@@ -145,8 +145,13 @@ def verify(
     Raises:
         FileFormatError: a damaged file or source.
         SpecError: the file was made with an importance matrix, and none is passed.
+        UnsupportedError: the file is a part of a split file, or the architecture of the source is unknown.
     """
     file = read_gguf(Path(path))
+    if file.metadata.get("split.count", 0) not in {0, 1}:
+        raise UnsupportedError(
+            f"{os.fspath(path)} is a part of a split file: merge the parts with llama-gguf-split first"
+        )
     recorded = recorded_conversion(file.metadata)
     if recorded is None:
         types = {tensor.name: _type_name(tensor) for tensor in file.tensors}

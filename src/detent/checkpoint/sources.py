@@ -6,7 +6,7 @@ from pathlib import Path
 from detent.checkpoint_files.gguf_reader import is_gguf, open_gguf
 from detent.checkpoint_files.safetensors_files import INDEX, open_safetensors
 from detent.checkpoint_files.tensor_source import TensorSource
-from detent.errors import FileFormatError
+from detent.errors import DtypeError, FileFormatError
 
 __all__ = ["open"]
 
@@ -24,6 +24,7 @@ def open(path: str | os.PathLike[str]) -> TensorSource:  # noqa: A001 - called a
 
     Raises:
         FileFormatError: there is no such checkpoint, or it is damaged.
+        DtypeError: the argument is not a path.
 
     >>> import numpy as np, tempfile, pathlib
     >>> from detent import storage
@@ -32,6 +33,8 @@ def open(path: str | os.PathLike[str]) -> TensorSource:  # noqa: A001 - called a
     >>> open(directory)["w"].dequantize(0, 1)
     array([[1., 1., 1.]], dtype=float32)
     """
+    if not isinstance(path, str | os.PathLike):
+        raise DtypeError(f"got {type(path).__name__}, expected the path of a checkpoint: a directory or a file")
     location = Path(path)
     if location.is_dir():
         return _open_directory(location)
