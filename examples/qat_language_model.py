@@ -6,7 +6,7 @@ embedding and the output layer keep 6 bits. The loss is measured on held-out tex
 model as a GGUF file and compares its bytes with those that were trained.
 
     python examples/qat_language_model.py           a few steps
-    python examples/qat_language_model.py --full    300 float steps, and 100 steps at each bit width
+    python examples/qat_language_model.py --full    200 float steps, and 60 steps at each bit width
 
 Needs the packages transformers and tokenizers, and the text in gensim: ``pip install --no-deps gensim``.
 """
@@ -26,7 +26,7 @@ import detent.checkpoint as qc
 import detent.torch as qt
 from zoo.minilm import package_file
 
-VOCABULARY, CONTEXT, BATCH = 512, 64, 8
+VOCABULARY, CONTEXT, BATCH, BLOCKS = 512, 32, 8, 1
 LAYERS = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -54,7 +54,7 @@ def make_model() -> nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=BLOCKS,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
@@ -95,7 +95,7 @@ def check_bytes(model: nn.Module, path: Path) -> int:
     """
     file, state = qc.open(path), qt.quantized_state(model)
     names = {"model.embed_tokens": "token_embd", "lm_head": "output"}
-    for block in range(2):
+    for block in range(BLOCKS):
         names |= {f"model.layers.{block}.{old}": f"blk.{block}.{new}" for old, new in LAYERS.items()}
     assert len(names) == len(state)
     for old, new in names.items():
@@ -108,11 +108,11 @@ def check_bytes(model: nn.Module, path: Path) -> int:
 
 def main() -> None:
     full = "--full" in sys.argv[1:]
-    float_steps, steps, batches = (300, 100, 16) if full else (10, 3, 1)
+    float_steps, steps, batches = (200, 60, 16) if full else (10, 3, 1)
     torch.manual_seed(0)
     torch.set_num_threads(torch.get_num_threads() if full else 1)
     text = package_file("gensim", "test/test_data/lee_background.cor").read_text(encoding="utf-8")
-    text = text[: len(text) if full else 60_000]
+    text = text[: 200_000 if full else 60_000]
     tokenizer = make_tokenizer(text)
     tokens = torch.tensor(tokenizer.encode(text).ids)
     held_out, tokens = tokens[-16 * BATCH * CONTEXT :], tokens[: -16 * BATCH * CONTEXT]
