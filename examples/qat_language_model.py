@@ -5,6 +5,10 @@ formats of GGUF files: first without training (PTQ), then with training against 
 embedding and the output layer keep 6 bits. The loss is measured on held-out text. The last step writes the trained
 model as a GGUF file and compares its bytes with those that were trained.
 
+More training lowers the loss of the float model, too, so QAT must be compared with the float model that is trained for
+as many steps: the gaps are those to float before and after. A model of this size loses little by quantization; the
+example shows how to train and that the bytes are equal, not how much QAT gains on a real model.
+
     python examples/qat_language_model.py           a few steps
     python examples/qat_language_model.py --full    200 float steps, and 60 steps at each bit width
 
@@ -118,10 +122,12 @@ def main() -> None:
     held_out, tokens = tokens[-16 * BATCH * CONTEXT :], tokens[: -16 * BATCH * CONTEXT]
     model = make_model()
     train(model, tokens, float_steps, 2e-3, seed=1)
-    print(f"float                    loss {measure(model, held_out, batches):.4f}", flush=True)
+    float_loss = measure(model, held_out, batches)
+    print(f"float                    loss {float_loss:.4f}", flush=True)
     longer = copy.deepcopy(model)
     train(longer, tokens, steps, 5e-4, seed=2)
-    print(f"float, trained longer    loss {measure(longer, held_out, batches):.4f}")
+    longer_loss = measure(longer, held_out, batches)
+    print(f"float, trained longer    loss {longer_loss:.4f}")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model.config.save_pretrained(directory)
@@ -135,12 +141,13 @@ def main() -> None:
             train(quantized, tokens, steps, 5e-4, seed=2)
             after = measure(quantized, held_out, batches)
             path = qt.export_gguf(quantized, directory, directory / f"{form}.gguf")
-            print(f"{bits} bits, PTQ             loss {before:.4f}")
-            print(f"{bits} bits, QAT             loss {after:.4f}")
+            print(f"{bits} bits, PTQ              loss {before:.4f}, gap to float {before - float_loss:+.4f}")
+            print(
+                f"{bits} bits, QAT              loss {after:.4f}, gap to float, trained longer {after - longer_loss:+.4f}"
+            )
             count = check_bytes(quantized, path)
             size = path.stat().st_size
             print(f"{bits} bits, GGUF            {size:,} bytes; {count:,} bytes of weights, all as trained")
-            assert full is False or after < before
 
 
 if __name__ == "__main__":
