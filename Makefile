@@ -10,6 +10,9 @@ TOOLED := $(TOOLS)/.complete
 BENCH  := $(TOOLS)/bin/python
 GPU    := .venv-gpu
 GPU_UP := $(GPU)/.complete
+LLAMA  := .venv-llama
+LLAMA_UP := $(LLAMA)/.complete
+PYTHON312 ?= python3.12
 PYTEST := $(RUN) -m pytest
 JOBS   ?= auto
 
@@ -20,8 +23,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test test-all test-gpu test-gpu-all lint format sanitize bench bench-quick bench-qat bench-onnx \
-        bench-unseen bench-checkpoint bench-cluster bench-dynamic bench-kinds bench-ptq bench-mixed bench-drop bench-tools peers docs \
+.PHONY: help demo quick test test-all test-gpu test-gpu-all test-llama lint format sanitize bench bench-quick bench-qat bench-onnx \
+        bench-unseen bench-checkpoint bench-streaming bench-cluster bench-dynamic bench-kinds bench-ptq bench-mixed bench-drop bench-tools peers docs \
         wheel clean
 
 help: ## list the targets
@@ -54,6 +57,9 @@ test-gpu-all: $(GPU_UP) ## test-gpu with all variants of kernels, more GPU archi
 	@mkdir -p build
 	DETENT_GPU_RECORD=build/gpu-record.jsonl $(GPU)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/torch/gpu
 	$(GPU)/bin/python benchmarks/gpu_checks.py build/gpu-record.jsonl
+
+test-llama: $(LLAMA_UP) ## install llama.cpp into .venv-llama (needs Python 3.12), and compare GGUF files, logits and tokens with it
+	$(PYTEST) -n 0 tests/checkpoint_files/test_llama_cpp.py tests/checkpoint_files/test_vocabulary.py
 
 lint: $(STAMP) ## check style (ruff), types (mypy --strict) and which module imports which (import-linter)
 	$(RUN) -m ruff check .
@@ -111,6 +117,14 @@ bench-checkpoint: $(STAMP) ## compare the block formats of GGUF files with ggml'
 	$(QUIET) $(RUN) benchmarks/checkpoint.py --output benchmarks/results/checkpoint.json
 	$(RUN) benchmarks/render_checkpoint.py
 
+PROOFS := build/checkpoint-proofs
+
+bench-streaming: $(STAMP) ## convert a sparse checkpoint of 20 GB under a 1 GB budget; kill a conversion 100 times and go on (7 GB of disk)
+	rm -rf $(PROOFS)
+	$(RUN) benchmarks/checkpoint_proofs.py memory --gigabytes 20 --budget "1 GB" --directory $(PROOFS)/memory
+	$(RUN) benchmarks/checkpoint_proofs.py kill --kills 100 --megabytes 200 --directory $(PROOFS)/kill
+	rm -rf $(PROOFS)
+
 bench-cluster: $(STAMP) ## measure how calibration scales with workers; update the tables
 	$(QUIET) $(RUN) benchmarks/cluster.py --output benchmarks/results/cluster.json
 	$(RUN) benchmarks/render_cluster.py
@@ -149,7 +163,7 @@ wheel: $(STAMP) ## build an sdist, and from the sdist a wheel with native kernel
 
 clean: ## remove everything that make and the tools generate
 	rm -rf demo-report.html demo-*.onnx demo-calibration.npz
-	rm -rf $(VENV) $(TOOLS) $(GPU) benchmarks/.cache build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TOOLS) $(GPU) $(LLAMA) benchmarks/.cache build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp READY stands for an environment with all that users need, enough for the demo. STAMP adds what tests need. Each
@@ -188,6 +202,13 @@ $(GPU_UP): $(STAMP)
 	$(PYTHON) -m venv --without-pip $(GPU)
 	$(call on_top_of_venv,$(GPU)/bin/python)
 	$(PYTHON) -m pip --python $(GPU)/bin/python install --quiet -c constraints.txt triton
+	@touch $@
+
+# .venv-llama has only cyllama, which contains llama.cpp. Tests run it in a process of its own.
+$(LLAMA_UP): $(STAMP)
+	@rm -rf $(LLAMA)
+	$(PYTHON312) -m venv --without-pip $(LLAMA)
+	$(PYTHON) -m pip --python $(LLAMA)/bin/python install --quiet -c constraints.txt cyllama numpy
 	@touch $@
 
 # .venv-bench is an environment on top of .venv, with the same torch and detent. Its site-packages come before those of

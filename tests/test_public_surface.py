@@ -442,7 +442,7 @@ def test_error_tree():
 
 def test_verify_s_arguments():
     parameters = inspect.signature(dt.verify).parameters
-    assert list(parameters) == ["source", "artifact", "data", "levels", "raise_on_difference"]
+    assert list(parameters) == ["source", "artifact", "data", "levels", "raise_on_difference", "importance"]
     assert (parameters["data"].default, parameters["levels"].default) == (None, None)  # all that the data allow
     assert parameters["raise_on_difference"].default is False
 

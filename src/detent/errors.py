@@ -156,6 +156,8 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
         "PIL": "images",
         "tokenizers": "text",
         "ray": "ray",
+        "gguf": "checkpoint",
+        "safetensors": "checkpoint",
     }
 )
 INSTALL = "pip install 'detent["

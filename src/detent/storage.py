@@ -20,14 +20,15 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from math import prod
 from pathlib import Path
 from reprlib import repr as brief
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,11 +49,25 @@ _log = logging.getLogger(__name__)
 
 Arrays = dict[str, NDArray[Any]]
 HEADER_LIMIT = 1 << 24  # bytes
+ELEMENT_LIMIT = SIZE_LIMIT >> 3  # elements of up to 8 bytes; NumPy rejects larger arrays, even if an axis is 0
 FOREIGN_LIFETIME = 24 * 60 * 60  # seconds; no writer pauses longer
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_LENGTH = 8  # bytes of the length field; also the alignment of the header
+LENGTH_BYTES = 8  # of the length field; also the alignment of the header
 _DTYPES = {"U8": "<u1", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
+_OTHER_BYTES = {"BOOL": 1, "U16": 2, "U32": 4, "U64": 8, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+ITEM_BYTES: Mapping[str, int] = MappingProxyType(
+    {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} | _OTHER_BYTES
+)
 _NAMES = {np.dtype(code).name: name for name, code in _DTYPES.items()}
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor in the header of a safetensors file: its type, its shape, and the position of its data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 def dumps(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
@@ -67,8 +82,8 @@ def dumps(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> by
         parts.append(part)
         position += len(part)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH)
-    return b"".join((len(text).to_bytes(_LENGTH, "little"), text, *parts))
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return b"".join((len(text).to_bytes(LENGTH_BYTES, "little"), text, *parts))
 
 
 def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
@@ -77,31 +92,52 @@ def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
         raise DtypeError(
             f"got {type(data).__name__}, expected the bytes of a safetensors file: for a path, call storage.read(path)"
         )
-    header, body = _split(bytes(data))
+    text, body = _split(bytes(data))
+    entries, metadata = read_header(text, len(body), _DTYPES)
+    arrays = {
+        name: np.frombuffer(body, _DTYPES[entry.dtype], count=prod(entry.shape), offset=entry.begin).reshape(
+            entry.shape
+        )
+        for name, entry in entries.items()
+    }
+    return arrays, metadata
+
+
+def read_header(text: bytes, body: int, dtypes: Container[str]) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """Check the header of a safetensors file; return its tensors in the order of their data, and its metadata.
+
+    Args:
+        text: the header, without its length.
+        body: number of bytes after the header.
+        dtypes: types that are allowed, such as "F32".
+    """
+    if not text.startswith(b"{"):
+        raise FileFormatError("the header does not start with '{': the file is damaged, or not a safetensors file")
+    with reading("the header is not valid JSON", keep=FileFormatError):
+        header = parse(text.decode(), "the header", limit=HEADER_LIMIT)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FileFormatError(
             "the metadata must map strings to strings: the file is damaged, or not a safetensors file"
         )
-    entries = {name: _checked_entry(name, entry) for name, entry in header.items()}
+    entries = {name: _checked_entry(name, entry, dtypes) for name, entry in header.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     position = 0
-    arrays: Arrays = {}
-    for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+    for name, entry in ordered.items():
         label = f"tensor {name[:MAX_CHARS_SHOWN]!r}"
-        if begin != position:
+        if entry.begin != position:
             raise FileFormatError(
-                f"{label} begins at byte {begin}, expected {position}: the file has a hole or an overlap"
+                f"{label} begins at byte {entry.begin}, expected {position}: the file has a hole or an overlap"
             )
-        position = end
-        if end > len(body):
+        position = entry.end
+        if entry.end > body:
             raise FileFormatError(
-                f"{label} ends at byte {end}, but the data end at byte {len(body)}: the file is truncated"
+                f"{label} ends at byte {entry.end}, but the data end at byte {body}: the file is truncated"
             )
-        arrays[name] = np.frombuffer(body, dtype, count=prod(shape), offset=begin).reshape(shape)
-    if position != len(body):
-        count = counted(len(body) - position, "unexpected byte")
+    if position != body:
+        count = counted(body - position, "unexpected byte")
         raise FileFormatError(f"{count} after the last tensor: the file is damaged")
-    return arrays, metadata
+    return ordered, metadata
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
@@ -130,7 +166,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
         with suppress(OSError):
             temporary.unlink()
         raise
-    _sync_directory(target.parent)
+    sync_directory(target.parent)
     _log.debug("wrote %s", target)
 
 
@@ -198,7 +234,7 @@ def check_directory(
     return directory
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     with suppress(OSError):  # some systems cannot sync a directory; the file is already synced
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -207,40 +243,42 @@ def _sync_directory(directory: Path) -> None:
             os.close(handle)
 
 
-def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
-    if len(data) < _LENGTH:
+def header_length(start: bytes, size: int) -> int:
+    """Return the length of a safetensors header from the first bytes of a file with ``size`` bytes."""
+    if len(start) < LENGTH_BYTES:
         raise FileFormatError(
-            f"got {len(data)} bytes, expected at least {_LENGTH} for the header's length: not a safetensors file"
+            f"got {len(start)} bytes, expected at least {LENGTH_BYTES} for the header's length: not a safetensors file"
         )
-    length = int.from_bytes(data[:_LENGTH], "little")
-    if length > min(HEADER_LIMIT, len(data) - _LENGTH):
+    length = int.from_bytes(start[:LENGTH_BYTES], "little")
+    if length > min(HEADER_LIMIT, size - LENGTH_BYTES):
         raise FileFormatError(
-            f"got a header length of {length} bytes, expected at most {min(HEADER_LIMIT, len(data) - _LENGTH)}: the "
+            f"got a header length of {length} bytes, expected at most {min(HEADER_LIMIT, size - LENGTH_BYTES)}: the "
             "file is truncated or not a safetensors file"
         )
-    text = data[_LENGTH : _LENGTH + length]
-    if not text.startswith(b"{"):
-        raise FileFormatError("the header does not start with '{': the file is damaged, or not a safetensors file")
-    with reading("the header is not valid JSON", keep=FileFormatError):
-        header = parse(text.decode(), "the header", limit=HEADER_LIMIT)
-    return header, data[_LENGTH + length :]
+    return length
 
 
-def _checked_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
-    """Return a tensor's NumPy dtype, shape, begin and end offset; check that the offsets match the shape."""
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    end = LENGTH_BYTES + header_length(data, len(data))
+    return data[LENGTH_BYTES:end], data[end:]
+
+
+def _checked_entry(name: str, entry: object, dtypes: Container[str]) -> HeaderEntry:
+    """Return the entry of a tensor; check that its offsets match its shape."""
     label = f"tensor {name[:MAX_CHARS_SHOWN]!r}"
     fields = table(entry, label, ("dtype", "shape", "data_offsets"))
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise FileFormatError(f"{label} has dtype {brief(dtype)}, expected one of {', '.join(_DTYPES)}")
-    if not are_sizes(shape) or prod(max(size, 1) for size in shape) >= SIZE_LIMIT:
+    if not isinstance(dtype, str) or dtype not in dtypes or dtype not in ITEM_BYTES:
+        names = ", ".join(name for name in ITEM_BYTES if name in dtypes)
+        raise FileFormatError(f"{label} has dtype {brief(dtype)}, expected one of {names}")
+    if not are_sizes(shape) or prod(max(size, 1) for size in shape) >= ELEMENT_LIMIT:
         raise FileFormatError(f"{label} has shape {brief(shape)}, expected a list of sizes")
     if not are_sizes(offsets) or len(offsets) != 2:
         raise FileFormatError(f"{label} has data_offsets {brief(offsets)}, expected [begin, end]")
     begin, end = offsets
-    expected = prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
+    expected = prod(shape) * ITEM_BYTES[dtype]
     if end - begin != expected:
         raise FileFormatError(
             f"{label} of {dtype} {shape} needs {expected} bytes, but its data_offsets span {end - begin}"
         )
-    return _DTYPES[dtype], tuple(shape), begin, end
+    return HeaderEntry(dtype, tuple(shape), begin, end)

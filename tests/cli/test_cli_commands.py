@@ -258,7 +258,7 @@ def test_inspect_bad_input(tmp_path, monkeypatch, capsys, name, content):
     code, out, err = run(monkeypatch, capsys, tmp_path, "inspect", name)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
-    assert ("inspect reads ONNX models and safetensors files" in err) == (name == "empty")
+    assert ("inspect reads ONNX models, safetensors and GGUF files" in err) == (name == "empty")
 
 
 # compare

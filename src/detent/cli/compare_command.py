@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from detent.cli.exits import check_distinct, check_is_file, check_report_path, require
+from detent.cli.inspect_command import is_checkpoint
 from detent.cli.options import (
     DATA,
     AsJson,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Compare two reports or two quantized models, layer by layer.
+HELP = """Compare two reports, quantized models or checkpoints by layer.
 
 Two models must come from the same float model. With --data and --source, the outputs of each model are also \
 compared with the float model. The exit code is 0 even if there are differences."""
@@ -43,7 +44,7 @@ def run(
         Path,
         typer.Argument(
             metavar="A",
-            help="Report (.html, .json) or quantized model (.onnx).",
+            help="Report (.html, .json), quantized model (.onnx) or checkpoint.",
             show_default=False,
             rich_help_panel=DATA,
         ),
@@ -51,7 +52,7 @@ def run(
     second: Annotated[
         Path,
         typer.Argument(
-            metavar="B", help="Report or model to compare with A.", show_default=False, rich_help_panel=DATA
+            metavar="B", help="Report, model or checkpoint to compare with A.", show_default=False, rich_help_panel=DATA
         ),
     ],
     *,
@@ -79,6 +80,11 @@ def run(
     check_report_path(report, force=force)
     read = {"A": first, "B": second, "--data": data, "--source": source, "--tokenizer": tokenizer}
     check_distinct({"--report": report}, read)
+    if is_checkpoint(first) and is_checkpoint(second):
+        if any(value is not None for value in (data, source, batch_size, preprocess, tokenizer, report)):
+            raise SpecError("checkpoints are compared without other options: pass only A, B and --json")
+        _compare_checkpoints(first, second, Screen(as_json=as_json, quiet=quiet, verbose=verbose))
+        return
     from detent import report as qr  # noqa: PLC0415 - it may load ONNX
 
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
@@ -92,6 +98,14 @@ def run(
         comparison.save(report)
         screen.say(f"report: {report}")
     screen.emit(json.loads(comparison.to_json()))
+
+
+def _compare_checkpoints(first: Path, second: Path, screen: Screen) -> None:
+    from detent.checkpoint import compare  # noqa: PLC0415 - loaded only if needed
+
+    comparison = compare(first, second)
+    screen.say(str(comparison))
+    screen.emit(comparison.document())
 
 
 def _report(path: Path, data: "DataFiles | None", source: Path | None, screen: Screen) -> "ModelReport":

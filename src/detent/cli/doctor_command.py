@@ -38,6 +38,7 @@ EXTRA_USES = {
     "report": "HTML reports",
     "images": "calibration data from images",
     "text": "calibration data from texts",
+    "checkpoint": "checkpoints of language models: GGUF files",
 }
 DISTRIBUTIONS = {"PIL": "pillow"}  # names of packages on PyPI, if they differ from the module
 

@@ -1,6 +1,7 @@
 """``detent inspect``: show the contents of a file.
 
-This module reads safetensors files; ``model_contents`` reads ONNX models.
+This module reads detent's own safetensors files; ``model_contents`` reads ONNX models, ``checkpoint_contents`` reads
+checkpoints of language models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +27,12 @@ __all__ = ["EXAMPLE", "HELP", "Contents", "TensorRow", "run", "tensor_contents"]
 
 HELP = """Show a file's tensors and quantizers: formats, sizes and ranges.
 
-It reads any ONNX model, and the safetensors files that QuantizedTensor.save writes."""
+It reads ONNX models, checkpoints (directories, safetensors and GGUF files), and files of QuantizedTensor.save."""
 EXAMPLE = "detent inspect model.w8a8.onnx"
 SAFETENSORS_START_BYTES = 9  # 8 bytes for the length of the header, then the brace that begins every header
 MAX_CHARS_SHOWN = 200  # so that a fact takes at most three lines
+MAX_ARRAY_BYTES = 1 << 26  # the ranges of larger files are not computed
+OWN_DTYPES = frozenset({"uint8", "int8", "int16", "int32", "int64", "float32", "float64"})  # of detent's own files
 MAX_ROWS_SHOWN = 40  # rows without --all: about one screen
 
 
@@ -126,7 +129,7 @@ def _row(name: str, array: NDArray[Any]) -> TensorRow:
 def run(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="File to read.", show_default=False, rich_help_panel=DATA),
+        typer.Argument(metavar="FILE", help="File or directory to read.", show_default=False, rich_help_panel=DATA),
     ],
     everything: Annotated[
         bool, typer.Option("--all", help="List all tensors, not only the first 40.", rich_help_panel=OUTPUT)
@@ -137,6 +140,13 @@ def run(
 ) -> None:
     """Show the contents of a file; see ``HELP``."""
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
+    if is_checkpoint(file):
+        from detent.cli.checkpoint_contents import checkpoint_contents  # noqa: PLC0415 - loaded only if needed
+
+        checkpoint = checkpoint_contents(file)
+        checkpoint.show(screen, limit=None if everything else MAX_ROWS_SHOWN)
+        screen.emit(checkpoint.document)
+        return
     check_is_file(file)
     if _is_safetensors(file):
         contents = tensor_contents(file)
@@ -149,9 +159,27 @@ def run(
         except FileFormatError as error:
             if file.suffix.lower() == ".onnx":
                 raise
-            raise FileFormatError(f"{error}; inspect reads ONNX models and safetensors files") from error
+            raise FileFormatError(f"{error}; inspect reads ONNX models, safetensors and GGUF files") from error
     contents.show(screen, limit=None if everything else MAX_ROWS_SHOWN)
     screen.emit(contents.document)
+
+
+def is_checkpoint(file: Path) -> bool:
+    """Return whether a path is a checkpoint: a directory, a GGUF file, or safetensors that detent did not write."""
+    from detent.checkpoint_files.gguf_reader import is_gguf  # noqa: PLC0415 - loaded only if needed
+    from detent.checkpoint_files.safetensors_files import INDEX, open_safetensors  # noqa: PLC0415
+
+    if file.is_dir() or file.name == INDEX:
+        return True
+    if not file.is_file():
+        return False
+    if is_gguf(file):
+        return True
+    if not _is_safetensors(file):
+        return False
+    source = open_safetensors(file)
+    is_small = source.nbytes <= MAX_ARRAY_BYTES and all(tensor.dtype in OWN_DTYPES for tensor in source.values())
+    return not is_small
 
 
 def _is_safetensors(file: Path) -> bool:

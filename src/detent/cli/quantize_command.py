@@ -1,4 +1,7 @@
-"""``detent quantize``: quantize an ONNX file, evaluate the quantized model, and print a summary."""
+"""``detent quantize``: quantize an ONNX file, evaluate the quantized model, and print a summary.
+
+With ``--to``, the model is a checkpoint of a language model; ``checkpoint_job`` runs that job.
+"""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -56,12 +59,13 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Quantize and evaluate an ONNX model, and list sensitive layers."""
+HELP = """Quantize and evaluate an ONNX model, or a checkpoint (with --to)."""
 EXAMPLE = "detent quantize model.onnx --data calibration.npz --report report.html"
 MAX_PASSES_SHOWN, MIN_SHARE = 4, 0.05  # number of passes whose share of the time is printed, and the smallest share
 MAX_STEPS_SHOWN = 6  # at most this many accuracy steps are printed; --json has all of them
 SUMMARY_COLUMNS = 80
 LARGEST_SEED = (1 << 63) - 1
+CHECKPOINT_ONLY = frozenset({"importance", "text", "pre_tokenizer", "no_vocabulary", "keep_scales"})
 
 
 def run(
@@ -70,7 +74,7 @@ def run(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="Float model: .onnx, or .pt2 with --trust-model.",
+            help="Model (.onnx, .pt2), or checkpoint directory or file.",
             show_default=False,
             rich_help_panel=DATA,
         ),
@@ -111,12 +115,42 @@ def run(
             rich_help_panel=ACCURACY,
         ),
     ] = "w8a8",
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="For checkpoints: gguf:Q4_K_M, gguf:Q8_0, ...",
+            show_default=False,
+            rich_help_panel=ACCURACY,
+        ),
+    ] = None,
+    importance: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Importance matrix for --to.", show_default=False, hidden=True),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to measure importance on for --to.", show_default=False, hidden=True),
+    ] = None,
+    pre_tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Pre-tokenizer of llama.cpp for --to.", show_default="found", hidden=True),
+    ] = None,
+    no_vocabulary: Annotated[
+        bool, typer.Option("--no-vocabulary", help="Write no tokenizer with --to.", hidden=True)
+    ] = False,
+    keep_scales: Annotated[
+        bool,
+        typer.Option("--keep-scales", help="Accept scales that are 0 or infinite in float16 with --to.", hidden=True),
+    ] = False,
     target: Annotated[
         str,
         typer.Option(
             "--target",
             metavar="RUNTIME",
-            help="onnxruntime, onnxruntime-avx2, onnxruntime-vnni, openvino, openvino-vnni.",
+            help="onnxruntime[-avx2|-vnni] or openvino[-vnni].",
+            show_default=False,
             rich_help_panel=ACCURACY,
         ),
     ] = "onnxruntime",
@@ -125,7 +159,7 @@ def run(
         typer.Option(
             "--prefer",
             metavar="NAME",
-            help="speed (7-bit weights), balanced (mostly 7 bits) or accuracy (8 bits).",
+            help="speed (7-bit weights), balanced or accuracy.",
             rich_help_panel=ACCURACY,
         ),
     ] = "balanced",
@@ -209,6 +243,9 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Quantize and evaluate; see ``HELP``."""
+    del importance, text, pre_tokenizer, no_vocabulary, keep_scales  # read from the context
+    if _runs_checkpoint(context, model, to):
+        return
     require("onnx", "onnxruntime")
     import detent.evaluate as qe  # noqa: PLC0415 - these load ONNX Runtime
     from detent.onnx_model.files import default_output  # noqa: PLC0415
@@ -244,18 +281,7 @@ def run(
     _check_data(screen, source, split, agreement=fail_below_agreement is not None)
     warnings = _target_warnings(screen, target)
     if dry_run:
-        screen.note("dry run: quantizing the first batches in a subprocess")
-        numbers = None if split is None else split.calibration.numbers
-        with onnx_file(source, model) as path:
-            estimate = qe.dry_run(path, files, numbers=numbers, **options)
-        _show_estimate(screen, estimate, output_path, force=force)
-        screen.emit(
-            {
-                "model": str(model),
-                **_estimate_document(estimate, output_path),
-                "warnings": [each._asdict() for each in warnings],
-            }
-        )
+        _dry_run(screen, source, model, files, split, options, output_path, warnings, force=force)
         return
     checks = qe.Checks(verify=not no_verify, time=not no_bench, sensitivity=not no_rank)
     options["resume_file"] = resume_file
@@ -271,6 +297,66 @@ def run(
     missed += _missed_by_warnings(evaluation) if strict else []
     if missed:
         fail(f"{'; '.join(missed)} ({output_path} was still written)", DIFFERENCE)
+
+
+def _dry_run(
+    screen: Screen,
+    source: "LoadedModel",
+    model: Path,
+    files: "DataFiles | None",
+    split: "Split | None",
+    options: Mapping[str, Any],
+    output_path: Path,
+    warnings: "Sequence[QuantizeWarning]",
+    *,
+    force: bool,
+) -> None:
+    """Estimate size, memory and time, and print them."""
+    import detent.evaluate as qe  # noqa: PLC0415 - already loaded
+
+    screen.note("dry run: quantizing the first batches in a subprocess")
+    numbers = None if split is None else split.calibration.numbers
+    with onnx_file(source, model) as path:
+        estimate = qe.dry_run(path, files, numbers=numbers, **options)
+    _show_estimate(screen, estimate, output_path, force=force)
+    screen.emit(
+        {
+            "model": str(model),
+            **_estimate_document(estimate, output_path),
+            "warnings": [each._asdict() for each in warnings],
+        }
+    )
+
+
+def _given_options(context: typer.Context) -> dict[str, str]:
+    """Return the options that the command line has, by the name of the parameter."""
+    return {
+        parameter.name or "": parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.param_type_name == "option"
+        and getattr(context.get_parameter_source(parameter.name or ""), "name", "") == "COMMANDLINE"
+    }
+
+
+def _runs_checkpoint(context: typer.Context, model: Path, to: str | None) -> bool:
+    """Run the job if the model is a checkpoint; return False for other models.
+
+    Raises:
+        SpecError: a checkpoint without --to, or an option that only checkpoints have without --to.
+    """
+    given = _given_options(context)
+    if to is not None:
+        require("gguf")
+        from detent.cli.checkpoint_job import run_checkpoint_job  # noqa: PLC0415 - loaded only if needed
+
+        run_checkpoint_job(context.params, given)
+        return True
+    if model.is_dir() or model.suffix.lower() in {".gguf", ".safetensors"}:
+        raise SpecError(f"{model} is a checkpoint, or not a model: pass --to, for example --to gguf:Q4_K_M")
+    options = [option for name, option in given.items() if name in CHECKPOINT_ONLY]
+    if options:
+        raise SpecError(f"{', '.join(options)} needs --to, which is for checkpoints: add --to, or drop it")
+    return False
 
 
 def _missed_by_warnings(evaluation: "Evaluation") -> list[str]:

@@ -1,6 +1,7 @@
 """``detent verify``: verify a quantized file against its float model."""
 
 import json
+from collections.abc import Mapping
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from detent.cli.exits import DIFFERENCE, require
+from detent.cli.inspect_command import is_checkpoint
 from detent.cli.options import CHECKS, DATA, AsJson, BatchSize, Preprocess, Quiet, Tokenizer, Verbose, data_files
 from detent.cli.screen import Screen
 from detent.errors import SpecError
@@ -25,7 +27,8 @@ Level 1 (replay) quantizes the float model again with the decisions recorded in 
 the file bit for bit. It needs no data and takes seconds. Level 2 (execution) runs the file and the fake-quantized \
 float model on the data, and compares codes and outputs. After each quantizer, both models continue with the codes \
 that the file computed, so that errors do not spread. Level 3 (integer kernels) compares the integer kernels of this \
-machine with exact arithmetic. Levels 2 and 3 need --data. The exit code is 1 on a mismatch."""
+machine with exact arithmetic. Levels 2 and 3 need --data. A GGUF file is derived again from its checkpoint, and all \
+bytes are compared. The exit code is 1 on a mismatch."""
 EXAMPLE = "detent verify model.onnx model.w8a8.onnx --data calibration.npz"
 
 
@@ -33,12 +36,14 @@ def run(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="SOURCE", help="Float model that was quantized (.onnx).", show_default=False, rich_help_panel=DATA
+            metavar="SOURCE", help="Float model (.onnx), or checkpoint.", show_default=False, rich_help_panel=DATA
         ),
     ],
     artifact: Annotated[
         Path,
-        typer.Argument(metavar="QUANTIZED", help="Quantized model (.onnx).", show_default=False, rich_help_panel=DATA),
+        typer.Argument(
+            metavar="QUANTIZED", help="Quantized .onnx or .gguf file.", show_default=False, rich_help_panel=DATA
+        ),
     ],
     *,
     data: Annotated[
@@ -95,12 +100,21 @@ def run(
             rich_help_panel=CHECKS,
         ),
     ] = None,
+    importance: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Importance matrix that a GGUF file was made with.", hidden=True),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Verify a file; see ``HELP``."""
-    level_numbers = _levels(levels, has_data=data is not None)
+    if is_checkpoint(artifact):
+        onnx_only = {"--data": data, "--levels": levels, "--fail-below-agreement": fail_below_agreement}
+        screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
+        _verify_checkpoint(screen, source, artifact, importance, fail_below_sqnr, onnx_only)
+        return
+    level_numbers = _levels(levels, has_data=data is not None, has_importance=importance is not None)
     limits = [limit for limit in (fail_below_sqnr, fail_below_agreement) if limit is not None]
     if any(isnan(limit) for limit in limits):
         raise SpecError("--fail-below-sqnr and --fail-below-agreement must be numbers, got nan")
@@ -139,6 +153,30 @@ def run(
         raise typer.Exit(DIFFERENCE)
 
 
+def _verify_checkpoint(
+    screen: Screen,
+    source: Path,
+    artifact: Path,
+    importance: Path | None,
+    min_sqnr_db: float | None,
+    onnx_only: Mapping[str, object],
+) -> None:
+    unused = [option for option, value in onnx_only.items() if value is not None]
+    if unused:
+        raise SpecError(f"{', '.join(unused)} is for ONNX files: drop it")
+    from detent.checkpoint import verify  # noqa: PLC0415 - loaded only if needed
+
+    screen.note(f"deriving {artifact} again")
+    result = verify(source, artifact, importance=importance)
+    screen.say(str(result))
+    below = [name for name, value in result.sqnr_db.items() if min_sqnr_db is not None and value < min_sqnr_db]
+    if below:
+        screen.say(f"not ok: the SQNR of {below[0]} is below the limit of {min_sqnr_db:g} dB")
+    screen.emit({**result.document(), "below": below})
+    if below or not result.ok:
+        raise typer.Exit(DIFFERENCE)
+
+
 def _below(report: "VerifyReport", sqnr_db: float | None, agreement: float | None) -> list[str]:
     """Return one message for each limit that is not met, including limits on a metric that is NaN or missing."""
     missed, worst_db, measured = [], report.output_sqnr_db, report.agreement
@@ -159,7 +197,9 @@ def _below(report: "VerifyReport", sqnr_db: float | None, agreement: float | Non
     return missed
 
 
-def _levels(text: str | None, *, has_data: bool) -> tuple[int, ...]:
+def _levels(text: str | None, *, has_data: bool, has_importance: bool = False) -> tuple[int, ...]:
+    if has_importance:
+        raise SpecError("--importance is for GGUF files: drop it")
     if text is None:
         return (1, 2, 3) if has_data else (1,)
     parts = [part.strip() for part in text.split(",")]

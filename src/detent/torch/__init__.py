@@ -11,12 +11,14 @@
     train(model)                                      your loop and your optimizer
     qt.freeze(model); qt.quantized_state(model)
     qt.export_onnx(model, example, "model.onnx")      the trained codes and scales, as a file
+    qt.export_gguf(model, directory, "model.gguf")    the trained bytes of block formats, as llama.cpp runs them
 """
 
 from detent.torch.calibration import calibrating
 from detent.torch.diagnostics import HealthReport, QuantizerHealth, Watch, health, watch
 from detent.torch.distributed import sync
 from detent.torch.exported_program import program_to_onnx
+from detent.torch.gguf_export import export_gguf
 from detent.torch.layers import Quantizer, register_layer
 from detent.torch.model_plan import LayerPlan, ModelPlan, plan
 from detent.torch.norm_statistics import reestimate_norms
@@ -40,6 +42,7 @@ __all__ = [
     "Schedule",
     "Watch",
     "calibrating",
+    "export_gguf",
     "export_onnx",
     "fake_quantize",
     "freeze",

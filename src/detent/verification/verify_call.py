@@ -1,7 +1,9 @@
 """Defines ``dt.verify``, which imports ONNX and ONNX Runtime only when it is called."""
 
+import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
 
 from detent.errors import SpecError, VerificationError
 from detent.verification.verify_report import VerifyReport
@@ -9,6 +11,9 @@ from detent.verification.verify_report import VerifyReport
 if TYPE_CHECKING:
     from torch import nn
 
+    from detent.checkpoint.conversion import ImportanceLike
+    from detent.checkpoint.file_verification import CheckpointVerification
+    from detent.checkpoint_files import TensorSource
     from detent.onnx_model.batches import BatchSource
     from detent.onnx_model.files import ModelSource
 
@@ -17,6 +22,8 @@ __all__ = ["verify"]
 LEVELS = (1, 2, 3)
 
 
+# A path may name a file of either kind; for GGUF files, qc.verify has the exact type.
+@overload
 def verify(
     source: "nn.Module | ModelSource",
     artifact: "ModelSource",
@@ -24,8 +31,29 @@ def verify(
     *,
     levels: int | Iterable[int] | None = None,
     raise_on_difference: bool = False,
-) -> VerifyReport:
-    """Verify a quantized ONNX file against its source, and report the first mismatch.
+    importance: "ImportanceLike | None" = None,
+) -> VerifyReport: ...
+@overload
+def verify(
+    source: "TensorSource",
+    artifact: str | os.PathLike[str],
+    *,
+    raise_on_difference: bool = False,
+    importance: "ImportanceLike | None" = None,
+) -> "CheckpointVerification": ...
+def verify(
+    source: "nn.Module | ModelSource | TensorSource",
+    artifact: "ModelSource",
+    data: "BatchSource | None" = None,
+    *,
+    levels: int | Iterable[int] | None = None,
+    raise_on_difference: bool = False,
+    importance: "ImportanceLike | None" = None,
+) -> "VerifyReport | CheckpointVerification":
+    """Verify a quantized file against its source, and report the first mismatch.
+
+    Of a GGUF file, every tensor is derived again from the checkpoint, and all bytes are compared: ``dt.verify`` calls
+    ``qc.verify`` and returns its ``CheckpointVerification``. The rest of this text is about ONNX files.
 
     Level 1 replays the file: it quantizes the source again with the decisions recorded in the file. Operators,
     attributes, wiring, constants, codes and scales must match bit for bit. With data, level 1 also recomputes the codes
@@ -46,6 +74,7 @@ def verify(
         levels: one or several of 1, 2 and 3. None runs all levels if data is passed, otherwise level 1. Levels 1 and 2
             need recorded decisions: for files from other tools, which record no decisions, pass ``levels=3``.
         raise_on_difference: raise an exception if the report is not ok.
+        importance: importance matrix that a GGUF file was made with.
 
     Raises:
         VerificationError: the report is not ok, and ``raise_on_difference`` is set. The exception has the report as its
@@ -62,6 +91,17 @@ def verify(
     >>> report.ok, report.compared_codes, report.differing_codes
     (True, 101, 0)
     """
+    if _is_gguf(artifact):
+        if data is not None or levels is not None:
+            raise SpecError("got data or levels for a GGUF file, which is verified without them: drop both")
+        from detent.checkpoint import verify as verify_checkpoint  # noqa: PLC0415 - loaded only if needed
+
+        result = verify_checkpoint(source, artifact, importance=importance)  # type: ignore[arg-type]  # paths
+        if raise_on_difference and not result.ok:
+            raise VerificationError(str(result), result)
+        return result
+    if importance is not None:
+        raise SpecError("got importance for an ONNX file, expected it only for GGUF files: drop it")
     requested = ((1,) if data is None else LEVELS) if levels is None else _checked_levels(levels)
     if data is None and set(requested) != {1}:
         raise SpecError(f"got levels {requested} without data, but levels 2 and 3 need data: pass data, or levels=1")
@@ -71,6 +111,14 @@ def verify(
     if raise_on_difference and not report.ok:
         raise VerificationError(str(report), report)
     return report
+
+
+def _is_gguf(artifact: object) -> bool:
+    if not isinstance(artifact, str | os.PathLike) or not Path(artifact).is_file():
+        return False
+    from detent.checkpoint_files.gguf_reader import is_gguf  # noqa: PLC0415 - loaded only if needed
+
+    return is_gguf(Path(artifact))
 
 
 def _checked_levels(levels: int | Iterable[int]) -> tuple[int, ...]:

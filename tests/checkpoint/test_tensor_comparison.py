@@ -1,0 +1,49 @@
+import json
+from math import inf
+
+import numpy as np
+import pytest
+
+import detent as dt
+import detent.checkpoint as qc
+
+from .tiny_checkpoints import CONFIG, llama_tensors, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("compare")
+    write_checkpoint(directory / "tiny")
+    qc.quantize(directory / "tiny", directory / "q8.gguf", "gguf:Q8_0", vocabulary=False)
+    return directory
+
+
+def test_a_checkpoint_equals_itself(files):
+    comparison = qc.compare(files / "tiny", files / "tiny")
+    assert comparison.is_equal
+    assert len(comparison.tensors) == 21
+
+
+def test_a_quantized_file_is_compared_with_its_source(files):
+    comparison = qc.compare(files / "tiny", files / "q8.gguf")
+    assert comparison.only == ((), ())
+    by_name = {tensor.name: tensor for tensor in comparison.tensors}
+    up = llama_tensors()["model.layers.1.mlp.up_proj.weight"].astype(np.float32)
+    expected = dt.metrics.sqnr_db(up, dt.fake_quantize(up, "q8_0"))
+    assert by_name["blk.1.ffn_up.weight"].sqnr_db == pytest.approx(expected, abs=1e-6)
+    assert by_name["blk.1.ffn_up.weight"].types == ("bfloat16", "q8_0")
+    assert by_name["output_norm.weight"].sqnr_db == inf
+    assert not comparison.is_equal
+    assert json.loads(comparison.to_json())["is_equal"] is False
+    assert "21 tensors in both" in str(comparison)
+
+
+def test_names_and_shapes_that_differ_are_listed(files, tmp_path):
+    config = CONFIG | {"num_hidden_layers": 1, "vocab_size": 32}
+    other = write_checkpoint(tmp_path / "other", llama_tensors(config), config)
+    comparison = qc.compare(files / "tiny", other)
+    assert len(comparison.only[0]) == 9
+    by_name = {tensor.name: tensor for tensor in comparison.tensors}
+    assert by_name["lm_head.weight"].note == "shapes (96, 256) and (32, 256)"
+    assert by_name["lm_head.weight"].sqnr_db is None
+    assert "only in" in str(comparison)
