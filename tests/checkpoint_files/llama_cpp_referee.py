@@ -32,8 +32,13 @@ class LlamaCpp:
                 return answer
         raise AssertionError(f"llama.cpp died with exit code {self.process.wait()} on {request}")
 
-    def quantize(self, source, target, file_type):
-        self.ask(do="quantize", source=str(source), target=str(target), file_type=file_type)
+    def quantize(self, source, target, file_type, importance=None):
+        """Quantize a file; ``importance`` is a mapping of tensor names to weights."""
+        with TemporaryDirectory() as directory:
+            path = Path(directory, "importance.npz") if importance is not None else ""
+            if importance is not None:
+                np.savez(path, **importance)
+            self.ask(do="quantize", source=str(source), target=str(target), file_type=file_type, importance=str(path))
 
     def logits(self, path, tokens):
         with TemporaryDirectory() as directory:

@@ -1,21 +1,53 @@
 """Runs llama.cpp through cyllama, in an environment of its own: one JSON request per line, one JSON answer per line.
 
-Requests: {"do": "quantize", "source", "target", "file_type"}, {"do": "logits", "path", "tokens", "output"} and
-{"do": "tokenize", "path", "texts"}.
+Requests: {"do": "quantize", "source", "target", "file_type", "importance"}, {"do": "logits", "path", "tokens",
+"output"} and {"do": "tokenize", "path", "texts"}.
 """
 
+import ctypes
 import json
+import struct
 import sys
 
-import cyllama.llama.llama_cpp as llama
 import numpy as np
 
+try:
+    import cyllama.llama.llama_cpp as llama
+except ImportError:  # pytest imports this module, too, to look for doctests
+    llama = None
 
-def quantize(source, target, file_type):
+
+def quantize(source, target, file_type, importance):
     params = llama.LlamaModelQuantizeParams()
     params.ftype, params.nthread = file_type, 1
+    kept = set_importance(params, np.load(importance)) if importance else None
     llama.model_quantize(source, target, params)
+    del kept
     return {}
+
+
+class ImportanceData(ctypes.Structure):
+    """llama.cpp's ``llama_model_imatrix_data``."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("data", ctypes.POINTER(ctypes.c_float)), ("size", ctypes.c_size_t))
+
+
+def set_importance(params, weights):
+    """Set the pointer to importance, which cyllama does not offer; return what must stay alive.
+
+    In llama.cpp's structure, the pointer is at byte 24, after four integers (first the number of threads and the file
+    type) and six flags.
+    """
+    start, size = id(params), sys.getsizeof(params)
+    at = ctypes.string_at(start, size).find(struct.pack("<ii", params.nthread, params.ftype))
+    assert at > 0
+    entries = (ImportanceData * (len(weights.files) + 1))()
+    arrays = {name: np.ascontiguousarray(weights[name], np.float32).reshape(-1) for name in weights.files}
+    for entry, (name, array) in zip(entries, arrays.items(), strict=False):
+        entry.name, entry.size = name.encode(), array.size
+        entry.data = array.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    ctypes.c_void_p.from_address(start + at + 24).value = ctypes.addressof(entries)
+    return entries, arrays
 
 
 def logits(path, tokens, output):

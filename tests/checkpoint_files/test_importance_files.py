@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from detent.checkpoint_files.importance_files import ColumnSums, Importance, read_importance, write_importance
-from detent.errors import FileFormatError, RangeError, ShapeError, SpecError
+from detent.errors import FileFormatError, RangeError, ShapeError, SpecError, UnsupportedError
 
 rng = np.random.default_rng(0)
 
@@ -129,3 +129,22 @@ def test_files_of_other_kinds_are_rejected(tmp_path):
     (tmp_path / "text.dat").write_text("some text that is not an importance file")
     with pytest.raises(FileFormatError, match="not an importance file"):
         read_importance(tmp_path / "text.dat")
+
+
+@pytest.mark.parametrize("suffix", ["gguf", "dat"])
+def test_mutated_files_are_read_or_rejected(tmp_path, suffix):
+    write_importance(example(), tmp_path / f"full.{suffix}")
+    data = np.frombuffer((tmp_path / f"full.{suffix}").read_bytes(), np.uint8)
+    random, rejected, path = np.random.default_rng(3), 0, tmp_path / f"mutated.{suffix}"
+    for _ in range(400):
+        mutated = data.copy()
+        at = random.integers(0, len(data), random.integers(1, 4))
+        mutated[at] = random.choice(np.array([0, 1, 0x7F, 0x80, 0xFF, random.integers(256)], np.uint8), len(at))
+        path.write_bytes(mutated.tobytes())
+        try:
+            importance = read_importance(path)
+        except (FileFormatError, UnsupportedError):
+            rejected += 1
+            continue
+        assert all(np.isfinite(importance[name]).all() for name in importance)
+    assert 20 < rejected < 400

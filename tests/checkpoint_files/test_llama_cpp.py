@@ -4,8 +4,10 @@ import gguf
 import numpy as np
 import pytest
 
+import detent.checkpoint as qc
 from detent.checkpoint_files.architectures import gguf_model
-from detent.checkpoint_files.mixtures import FILE_TYPES, choose_types
+from detent.checkpoint_files.importance_files import ColumnSums, Importance
+from detent.checkpoint_files.mixtures import FILE_TYPES, choose_types, is_float_tensor
 from detent.checkpoint_files.tensor_source import ArrayTensor, TensorSource
 from tests.checkpoint_files.gguf_files import llama_config, open_model, write_gguf
 from tests.checkpoint_files.small_models import NAMES, float_logits, random_tokens, save_model
@@ -95,3 +97,54 @@ def test_all_mixtures_have_the_types_of_llama_cpp(blocks, options, tmp_path, lla
         llama_cpp.quantize(tmp_path / "bf16.gguf", tmp_path / "theirs.gguf", FILE_TYPES[mixture])
         theirs = {each.name: each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "theirs.gguf").tensors}
         assert choose_types(target, mixture).types == theirs, mixture
+
+
+def test_quantize_of_a_directory_and_of_a_gguf_file_equal_llama_cpp(tmp_path, llama_cpp):
+    save_model("qwen2moe", tmp_path)
+    importance = random_importance(gguf_model(open_model(tmp_path), vocabulary=False))
+    importance.save(tmp_path / "imatrix.gguf")
+    qc.quantize(tmp_path, tmp_path / "bf16.gguf", to="gguf:BF16", vocabulary=False)
+    llama_cpp.quantize(tmp_path / "bf16.gguf", tmp_path / "theirs.gguf", FILE_TYPES["Q3_K_M"], importance)
+    for number, source in enumerate((tmp_path, tmp_path / "bf16.gguf")):
+        path = tmp_path / f"ours-{number}.gguf"
+        qc.quantize(source, path, to="gguf:Q3_K_M", importance=tmp_path / "imatrix.gguf", vocabulary=False)
+        assert differing(path, tmp_path / "theirs.gguf") == {}
+    assert llama_cpp.logits(path, random_tokens()).shape == (40, 96)
+
+
+def random_importance(target):
+    """Return importance for all quantized weights of blocks; one expert got no tokens."""
+    rng = np.random.default_rng(1)
+    columns = {}
+    for tensor in target.tensors:
+        if tensor.name.startswith("blk.") and not is_float_tensor(tensor):
+            matrices = tensor.shape[0] if len(tensor.shape) == 3 else 1
+            counts = rng.integers(1, 100, matrices).astype(np.float64)
+            counts[-1] = counts[-1] if matrices == 1 else 0
+            columns[tensor.name] = ColumnSums(rng.gamma(0.5, 10, (matrices, tensor.columns)), counts)
+    return Importance(columns)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_mixtures_with_importance_equal_those_of_llama_cpp(name, tmp_path, llama_cpp):
+    save_model(name, tmp_path)
+    source = open_model(tmp_path)
+    target = gguf_model(source, vocabulary=False)
+    importance = random_importance(target)
+    write_gguf(tmp_path / "bf16.gguf", target, source, choose_types(target, "BF16"))
+    for mixture in ("Q4_K_M", "Q2_K_S", "Q4_0"):
+        choice = choose_types(target, mixture, importance=True)
+        write_gguf(tmp_path / "ours.gguf", target, source, choice, importance)
+        llama_cpp.quantize(tmp_path / "bf16.gguf", tmp_path / "theirs.gguf", FILE_TYPES[mixture], importance)
+        assert differing(tmp_path / "ours.gguf", tmp_path / "theirs.gguf") == {}
+
+
+def test_all_mixtures_with_importance_have_the_types_of_llama_cpp(tmp_path, llama_cpp):
+    source = deep_llama(17)
+    target = gguf_model(source, vocabulary=False)
+    write_gguf(tmp_path / "bf16.gguf", target, source, choose_types(target, "BF16"))
+    importance = random_importance(target)
+    for mixture in (*QUANTIZED, "Q2_K_S"):
+        llama_cpp.quantize(tmp_path / "bf16.gguf", tmp_path / "theirs.gguf", FILE_TYPES[mixture], importance)
+        theirs = {each.name: each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "theirs.gguf").tensors}
+        assert choose_types(target, mixture, importance=True).types == theirs, mixture

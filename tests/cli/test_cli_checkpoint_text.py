@@ -25,16 +25,7 @@ def test_text_measures_importance_and_keeps_its_file(model, capsys):
     assert "bytes that differ: 0 of" in capsys.readouterr().out
     importance = read_importance(model / "model-Q4_K_M.imatrix.gguf")
     assert importance.datasets == ("text.txt",)
-    again = [
-        "quantize",
-        "model",
-        "--to",
-        "gguf:Q4_K_M",
-        "--importance",
-        "model-Q4_K_M.imatrix.gguf",
-        "-o",
-        "again.gguf",
-    ]
+    again = [*COMMAND[:-2], "--importance", "model-Q4_K_M.imatrix.gguf", "-o", "again.gguf"]
     assert main(again) == 0
     assert (model / "again.gguf").read_bytes() == (model / "model-Q4_K_M.gguf").read_bytes()
 

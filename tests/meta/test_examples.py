@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
-SLOW = {"qat_accumulate.py", "qat_compile.py", "qat_minilm.py"}  # much as qat_cnn.py and qat_transformer.py, and longer
+# much as qat_cnn.py and qat_transformer.py, and longer
+SLOW = {"qat_accumulate.py", "qat_compile.py", "qat_language_model.py", "qat_minilm.py"}
 TIMEOUT = 300 if os.environ.get("DETENT_KERNELS") != "reference" else 600  # seconds; the reference kernels are slow
 
 

@@ -18,6 +18,7 @@ from math import prod
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,6 @@ from detent.storage import write_atomic
 
 __all__ = ["ColumnSums", "Importance", "read_importance", "write_importance"]
 
-Doubles = NDArray[np.float64]
 MAX_ENTRIES, MAX_NAME_BYTES = 1 << 20, 1 << 12
 SUMS, COUNTS = ".in_sum2", ".counts"
 DATASETS, CHUNKS, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
@@ -45,11 +45,12 @@ class ColumnSums:
         counts: float64, (matrices,): the number of tokens.
     """
 
-    sums: Doubles
-    counts: Doubles
+    sums: NDArray[Any]
+    counts: NDArray[Any]
 
     def __post_init__(self) -> None:
-        sums, counts = np.asarray(self.sums, np.float64), np.asarray(self.counts, np.float64)
+        with np.errstate(all="ignore"):  # a signaling NaN warns; it is rejected below
+            sums, counts = np.asarray(self.sums, np.float64), np.asarray(self.counts, np.float64)
         if sums.ndim != 2 or counts.shape != sums.shape[:1] or not sums.size:
             raise ShapeError(
                 f"got sums of shape {sums.shape} and counts of shape {counts.shape}, expected (matrices, columns) and "
@@ -60,6 +61,8 @@ class ColumnSums:
                 raise RangeError(f"the {name} of squared inputs must be finite and at least 0")
         object.__setattr__(self, "sums", sums)
         object.__setattr__(self, "counts", counts)
+        if not np.isfinite(self.weights()).all():
+            raise RangeError("float32 cannot represent the importance, sums divided by counts, as finite numbers")
 
     def merged(self, other: "ColumnSums") -> "ColumnSums":
         """Return the sums over the tokens of both."""
@@ -69,8 +72,8 @@ class ColumnSums:
 
     def weights(self) -> NDArray[np.float32]:
         """Return the importance of each column, (matrices, columns); ones for a matrix without tokens."""
-        counts = self.counts.astype(np.float32)[:, None]
         with np.errstate(all="ignore"):
+            counts = self.counts.astype(np.float32)[:, None]
             return np.where(counts > 0, self.sums.astype(np.float32) / counts, np.float32(1))
 
 
@@ -151,6 +154,7 @@ def read_importance(path: str | PathLike[str]) -> Importance:
 
     Raises:
         FileFormatError: the file is damaged, or not an importance file.
+        UnsupportedError: a GGUF version that is not supported.
     """
     file = Path(path)
     if not file.is_file():
@@ -230,7 +234,7 @@ def _from_legacy(data: bytes, path: str) -> Importance:
         values = reader.floats(reader.integer("number of values", (1 << 31) - 1))
         if not values.size:
             raise FileFormatError(f"{path}: {name[:100]!r} has no values")
-        columns[name] = ColumnSums(values[None].astype(np.float64), np.array([calls], np.float64))
+        columns[name] = ColumnSums(values[None], np.array([calls]))
     if reader.at == len(data):
         return Importance(columns, path=path)
     chunks = reader.integer("number of chunks", (1 << 31) - 1)

@@ -84,10 +84,9 @@ class Vocabulary:
 
 
 def vocabulary_entries(
-    directory: Path, config: ModelConfig, architecture: str, *, pre_tokenizer: str | None = None
+    directory: Path, config: ModelConfig, *, pre_tokenizer: str | None = None
 ) -> list[MetadataEntry]:
     """Return the metadata of the vocabulary in a directory; see ``read_vocabulary``."""
-    del architecture  # the files say everything; tokenizers do not depend on the architecture
     return read_vocabulary(directory, config, pre_tokenizer=pre_tokenizer).entries()
 
 
@@ -276,7 +275,7 @@ def _sentencepiece(files: _TokenizerFiles, path: Path, size: int) -> Vocabulary:
     for token, piece in enumerate(model.pieces):
         texts[token], scores[token], types[token] = piece.text, piece.score, piece.type
     for token, (text, is_special, _) in files.added().items():
-        if token < size and (types[token] == UNUSED or types[token] == NORMAL or texts[token] != text):
+        if token < size:  # as in llama.cpp's files, an added token keeps neither type nor score of its piece
             texts[token], types[token] = _added_token(text, is_special)
             scores[token] = ADDED_SCORE
     return Vocabulary("llama", "default", texts, types, scores, adds_space=model.adds_space)
@@ -360,5 +359,7 @@ def _load_tokenizer(path: Path) -> Any:  # noqa: ANN401 - the package may be mis
         return Tokenizer.from_str(_read_text(path))
     except FileFormatError:
         raise
-    except Exception as error:  # the package raises the class Exception itself
+    except BaseException as error:  # the package raises the class Exception itself, and on bugs a PanicException
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise FileFormatError(f"{path} is not a tokenizer.json: {str(error)[:200]}") from error

@@ -112,6 +112,8 @@ def _source(model: nn.Module, directory: Path) -> TensorSource:
         config = parse(path.read_text(encoding="utf-8"), fspath(path))
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{fspath(path)} is not UTF-8: {error}") from error
+    if config.get("architectures") is None:  # saved without the model
+        config["architectures"] = [type(model).__name__]
     tensors = {name: ArrayTensor(name, _array(name, parameter)) for name, parameter in model.named_parameters()}
     return TensorSource(tensors, path=directory, config=config)
 

@@ -131,6 +131,12 @@ def test_an_unknown_architecture_names_the_missing_entry():
         ({"intermediate_size": 32}, "has shape \\(16, 8\\), but config.json says \\(32, 8\\)"),
         ({"num_hidden_layers": 3}, "no tensor 'model.layers.2.input_layernorm.weight'"),
         ({"num_hidden_layers": 1}, "no rule for 9 tensors: 'model.layers.1"),
+        ({"head_dim": 3}, "heads have 3 elements, expected an even number"),
+        ({"head_dim": 1 << 30, "rope_scaling": {"type": "llama3"}}, "has shape .*, but config.json says"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 1 << 30},
+            "no tensor 'model.layers.0.block_sparse_moe.gate.weight'",
+        ),
         ({"vocab_size": 11}, "says \\(11, 8\\)"),
         ({"rope_scaling": {"type": "linear", "factor": "x"}}, "factor is 'x'"),
     ],

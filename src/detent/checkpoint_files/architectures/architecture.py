@@ -101,6 +101,8 @@ def block_sizes(config: ModelConfig) -> dict[str, int]:
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
     head = config.head_size
+    if head % 2:
+        raise FileFormatError(f"config.json: heads have {head} elements, expected an even number, which rope needs")
     return {
         "one": 1,
         "vocabulary": config.integer("vocab_size"),
@@ -121,8 +123,9 @@ def target_tensors(architecture: Architecture, config: ModelConfig, source: Tens
         FileFormatError: a tensor is missing, has a shape that contradicts the configuration, or is not in the rules.
     """
     resolver = _Resolver(architecture, config, source)
-    tensors = [*architecture.constants(config), *resolver.tensors()]
+    tensors = list(resolver.tensors())
     resolver.check_all_used(config)
+    tensors += architecture.constants(config)  # after shapes, which limit the sizes in config.json
     return tuple(sorted(tensors, key=lambda tensor: order_in_file(tensor.name)))
 
 
@@ -192,7 +195,7 @@ class _Resolver:
             layout = HeadPairs(self.sizes[rule.heads])
         return replace(target, sources=(name,), layout=layout)
 
-    def _experts(self, rule: TensorRule, block: int, target: TargetTensor) -> TargetTensor | None:
+    def _experts(self, rule: TensorRule, block: int, target: TargetTensor) -> TargetTensor:
         experts, rows, columns = target.shape
         fused = self._name(rule.fused, block)
         for name in (fused, f"{fused}.weight"):
@@ -200,12 +203,11 @@ class _Resolver:
                 part, parts = rule.fused_part
                 self._check(name, (experts, rows * parts, columns))
                 return replace(target, sources=(name,), layout=ExpertRows(part * rows, rows))
-        names = tuple(f"{self._name(rule.source, block, expert)}.weight" for expert in range(experts))
-        if rule.is_optional and names[0] not in self.source:
-            return None
-        for name in names:
-            self._check(name, (rows, columns))
-        return replace(target, sources=names, layout=Experts())
+        names = []
+        for expert in range(experts):  # the number is from config.json: stop at the first tensor that is missing
+            names.append(f"{self._name(rule.source, block, expert)}.weight")
+            self._check(names[-1], (rows, columns))
+        return replace(target, sources=tuple(names), layout=Experts())
 
     def _name(self, pattern: str, block: int, expert: int = 0) -> str:
         name = pattern.format(block=block, expert=expert)

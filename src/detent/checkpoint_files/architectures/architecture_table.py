@@ -74,7 +74,7 @@ def gguf_model(source: TensorSource, *, pre_tokenizer: str | None = None, vocabu
     elif source.path is None:
         raise FileFormatError("the source has no directory with tokenizer files: pass vocabulary=False")
     else:
-        metadata += vocabulary_entries(source.path, config, architecture.name, pre_tokenizer=pre_tokenizer)
+        metadata += vocabulary_entries(source.path, config, pre_tokenizer=pre_tokenizer)
     return GgufModel(architecture.name, tuple(metadata), tensors)
 
 
