@@ -16,6 +16,7 @@ All print one JSON document. Nothing is written outside the directory given by `
 import argparse
 import hashlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -27,6 +28,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+import detent.checkpoint as qc
 
 CONVERT = """
 import sys, detent.checkpoint as qc
@@ -188,6 +191,25 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def converter(source: Path, output: Path) -> int:
+    """Start a conversion in a forked process; return its process id."""
+    child = os.fork()
+    if not child:
+        try:
+            qc.quantize(source, output, "gguf:Q4_K_M", memory_budget="100 MB", vocabulary=False)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return child
+
+
+def finish(child: int) -> None:
+    """Wait for a conversion, which must succeed."""
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise RuntimeError(f"a conversion ended with status {status}")
+
+
 def kill(directory: Path, kills: int, megabytes: float, seed: int = 0) -> dict[str, Any]:
     """Kill jobs at random moments, go on, and compare the bytes."""
     generator = random.Random(seed)
@@ -195,19 +217,24 @@ def kill(directory: Path, kills: int, megabytes: float, seed: int = 0) -> dict[s
     layers = max(1, round(megabytes * 1e6 / (2 * (2.5 * hidden**2 + 3 * hidden * inner))))
     source, output = directory / "model", directory / "model.gguf"
     nbytes, _ = write_sparse(source, config(layers, hidden, inner, 4096), tensors_per_shard=16, random_rows=None)
-    command = [sys.executable, "-c", CONVERT, source, output, "gguf:Q4_K_M", "1 GB"]
-    _, whole, _ = measured(command)
+    begin = time.perf_counter()
+    finish(converter(source, output))
+    whole = time.perf_counter() - begin
     expected, resumed, same = sha256(output), 0, 0
-    for _ in range(kills):
+    for number in range(kills):
         output.unlink()
-        with subprocess.Popen(command) as process:
-            time.sleep(generator.uniform(0, whole))
-            process.send_signal(signal.SIGKILL)
+        child = converter(source, output)
+        time.sleep(generator.uniform(0, whole))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         journal = output.with_name(f".{output.name}.journal")
         resumed += journal.exists() and journal.read_bytes().count(b"\n") > 1
         if not output.exists():
-            subprocess.run(command, check=True)
+            finish(converter(source, output))
         same += sha256(output) == expected
+        print(
+            f"{number + 1} kills, {resumed} went on with finished rows, {same} same bytes", file=sys.stderr, flush=True
+        )
     leftovers = [path.name for path in directory.iterdir() if path.name.startswith(".")]
     return {
         "source_bytes": nbytes,
