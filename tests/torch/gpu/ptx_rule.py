@@ -22,6 +22,7 @@ REGISTER = re.compile(r"%\w+")
 MOVES = re.compile(r"(ld|st|mov|cvta|shfl)\.")
 ALLOWED = re.compile(
     rf"""(div|add|sub|mul)\.rn\.{TYPE}     # one rounding
+    |(add|sub)\.rn\.f32\.b?f16            # widens one operand, which is exact; one rounding
     |(abs|neg)\.{TYPE}
     |cvt\.rn\.\w+\.\w+                    # integer to float, or a narrower float
     |cvt\.rni\.(f32\.f32|f64\.f64)        # round half to even
