@@ -142,9 +142,7 @@ def main() -> None:
             after = measure(quantized, held_out, batches)
             path = qt.export_gguf(quantized, directory, directory / f"{form}.gguf")
             print(f"{bits} bits, PTQ              loss {before:.4f}, gap to float {before - float_loss:+.4f}")
-            print(
-                f"{bits} bits, QAT              loss {after:.4f}, gap to float, trained longer {after - longer_loss:+.4f}"
-            )
+            print(f"{bits} bits, QAT              loss {after:.4f}, gap to longer float {after - longer_loss:+.4f}")
             count = check_bytes(quantized, path)
             size = path.stat().st_size
             print(f"{bits} bits, GGUF            {size:,} bytes; {count:,} bytes of weights, all as trained")
