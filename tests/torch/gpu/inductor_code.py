@@ -35,6 +35,7 @@ __all__ = ["assembly_of_kernels", "kernels_of"]
 
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
 BLOCKS = {"XBLOCK": 256, "YBLOCK": 16, "R0_BLOCK": 256, "R1_BLOCK": 16}
+REDUCTION_BLOCKS = BLOCKS | {"XBLOCK": 4}  # a reduction may read whole rows: more rows take minutes to assemble
 aten = torch.ops.aten
 # the decomposition of torch itself indexes a tensor in Python, for which a CPU build looks for a device
 DECOMPOSITIONS = {aten.index_select.default: lambda x, axis, index: aten.index.Tensor(x, [None] * axis + [index])}
@@ -75,7 +76,8 @@ def assembly_of_kernels(kernels: dict[str, str], directory: Path, target: str) -
             _load(name, source, directory)
         meta = caught["triton_meta"]
         names = [each for each, kind in meta["signature"].items() if kind == "constexpr" and each in BLOCKS]
-        constants = meta["constants"] | {each: BLOCKS[each] for each in names}
+        blocks = REDUCTION_BLOCKS if "reduction(" in source else BLOCKS
+        constants = meta["constants"] | {each: blocks[each] for each in names}
         source_of = ASTSource(fn=caught["function"], signature=meta["signature"], constexprs=constants)
         options = {"enable_fp_fusion": meta["enable_fp_fusion"]}
         assembly[name] = assembly_of(source_of, TARGETS[target], options)

@@ -133,15 +133,15 @@ def test_learned_backward(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_ranges_and_scales(name: str, tmp_path: Path) -> None:
     """The range of a batch, mixed into an EMA range, and the scale and zero point from it."""
-    spec, shape = SPECS[name], (8, 96)  # one program reads the whole array: a large one takes minutes to assemble
-    lo = torch.empty(spec.granularity.tiling(shape).scale_shape)
+    spec = SPECS[name]
+    lo = torch.empty(spec.granularity.tiling(SHAPE).scale_shape)
 
     def observe(x: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> tuple[torch.Tensor, ...]:
         new = traced.minmax(x, spec)
         mixed = mix_seen_ranges(traced_namespace, (lo, hi), new, 0.99, lo <= hi)
         return traced.derive(spec, *mixed)
 
-    assert not broken(observe, tmp_path, torch.empty(shape), lo, lo)
+    assert not broken(observe, tmp_path, torch.empty(SHAPE), lo, lo)
 
 
 # a function that breaks the contract, and what is found in its code
