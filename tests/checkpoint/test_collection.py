@@ -9,7 +9,7 @@ from detent.checkpoint_files.architectures import gguf_model
 from detent.checkpoint_files.importance_files import read_importance
 from detent.checkpoint_files.mixtures import is_float_tensor
 from detent.errors import DtypeError, FileFormatError, RangeError, ShapeError, SpecError, UnsupportedError
-from tests.checkpoint_files.small_models import NAMES, random_tokens, save_model
+from tests.checkpoint_files.small_language_models import NAMES, random_tokens, save_model
 from tests.checkpoint_files.test_vocabulary import TEXT, byte_level, save
 
 TOKENS = random_tokens(48)

@@ -10,7 +10,7 @@ from detent.checkpoint_files.importance_files import ColumnSums, Importance
 from detent.checkpoint_files.mixtures import FILE_TYPES, choose_types, is_float_tensor
 from detent.checkpoint_files.tensor_source import ArrayTensor, TensorSource
 from tests.checkpoint_files.gguf_files import llama_config, open_model, write_gguf
-from tests.checkpoint_files.small_models import NAMES, float_logits, random_tokens, save_model
+from tests.checkpoint_files.small_language_models import NAMES, float_logits, random_tokens, save_model
 
 pytestmark = pytest.mark.slow
 QUANTIZED = [name for name in FILE_TYPES if name not in ("F32", "F16", "BF16", "Q2_K_S", "MXFP4_MOE")]

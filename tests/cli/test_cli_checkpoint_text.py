@@ -4,7 +4,7 @@ import pytest
 
 from detent.checkpoint_files.importance_files import read_importance
 from detent.cli import main
-from tests.checkpoint_files.small_models import save_model
+from tests.checkpoint_files.small_language_models import save_model
 from tests.checkpoint_files.test_vocabulary import TEXT, byte_level, save
 
 

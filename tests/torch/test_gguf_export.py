@@ -11,7 +11,7 @@ import detent.torch as qt
 from detent.checkpoint_files.architectures import gguf_model
 from detent.errors import FileFormatError, SpecError, UnsupportedError
 from detent.torch.arrays import to_array
-from tests.checkpoint_files.small_models import random_tokens, save_model
+from tests.checkpoint_files.small_language_models import random_tokens, save_model
 
 
 def file_tensors(path):
