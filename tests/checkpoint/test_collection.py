@@ -131,3 +131,10 @@ def test_sources_that_transformers_cannot_run_are_rejected(tmp_path):
     source.config = None
     with pytest.raises(UnsupportedError, match="pass a directory"):
         qc.collect(source, TOKENS)
+
+
+def test_the_name_of_a_file_is_not_taken_as_a_text(tmp_path):
+    save_model("llama", tmp_path)
+    (tmp_path / "text.txt").write_text("some words", encoding="utf-8")
+    with pytest.raises(SpecError, match=r"names a file: pass pathlib\.Path"):
+        qc.collect(tmp_path, str(tmp_path / "text.txt"))

@@ -11,7 +11,7 @@ import detent as dt
 import detent.checkpoint as qc
 from detent.checkpoint_files.gguf_reader import read_gguf
 from detent.checkpoint_files.gguf_writer import gguf_layout
-from detent.errors import SpecError, UnsupportedError, VerificationError
+from detent.errors import FileFormatError, SpecError, UnsupportedError, VerificationError
 
 from .tiny_checkpoints import CONFIG, llama_tensors, write_checkpoint
 
@@ -187,3 +187,30 @@ def test_parts_of_split_files_are_not_verified(files, tmp_path):
 
     with pytest.raises(UnsupportedError, match="merge the parts"):
         dt.verify(files / "tiny", rewritten(files, tmp_path, change))
+
+
+def test_a_file_of_another_tool_needs_no_tokenizer(files, tmp_path):
+    def change(entries, _tensors):
+        entries[:] = [each for each in entries if each[0] != "detent.conversion"]
+
+    result = qc.verify(files / "tiny", rewritten(files, tmp_path, change))
+    assert result.ok
+    assert "another tool wrote the file" in result.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "value"), [("llama.block_count", "string", "x"), ("general.architecture", "uint32", 3)]
+)
+def test_metadata_of_the_wrong_type_are_refused(files, tmp_path, key, kind, value):
+    def change(entries, _tensors):
+        entries[:] = [(key, kind, value) if each[0] == key else each for each in entries]
+
+    with pytest.raises(FileFormatError):
+        qc.quantize(rewritten(files, tmp_path, change), tmp_path / "again.gguf", to="gguf:Q4_0")
+
+
+def test_a_number_of_parts_that_is_an_array_is_not_a_split_file(files, tmp_path):
+    def change(entries, _tensors):
+        entries.append(("split.count", "array:uint32", [1, 2]))
+
+    assert not qc.verify(files / "tiny", rewritten(files, tmp_path, change)).ok  # the metadata differ

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 import detent as dt
 import detent.checkpoint as qc
-from detent.checkpoint import row_stream
+from detent.checkpoint import partial_file, row_stream
 from detent.checkpoint_files import ArrayTensor, TensorSource
 from detent.checkpoint_files.gguf_reader import read_gguf
 from detent.checkpoint_files.gguf_writer import gguf_layout
@@ -140,7 +141,9 @@ def test_an_interrupted_job_goes_on_and_ends_with_the_same_bytes(checkpoint, tmp
     path = tmp_path / "x.gguf"
     interrupt(checkpoint, path, 0.4)
     assert not path.exists()
-    assert hidden_files(tmp_path) == [".x.gguf.journal", ".x.gguf.partial"]
+    partial, journal = sorted(hidden_files(tmp_path))
+    assert journal == ".x.gguf.journal"
+    assert re.fullmatch(r"\.x\.gguf\.[0-9a-f]{16}\.partial", partial)
     report = qc.quantize(checkpoint, path, vocabulary=False)
     assert report.resumed_nbytes > 0.3 * len(finished)
     assert path.read_bytes() == finished
@@ -180,7 +183,7 @@ def test_a_source_in_memory_starts_again(checkpoint, tmp_path):
 def test_damaged_rows_of_a_partial_file_are_written_again(checkpoint, tmp_path, finished):
     path = tmp_path / "x.gguf"
     interrupt(checkpoint, path, 0.6)
-    partial = tmp_path / ".x.gguf.partial"
+    (partial,) = tmp_path.glob(".x.gguf.*.partial")
     data = bytearray(partial.read_bytes())
     data[len(data) // 4] ^= 1
     partial.write_bytes(data)
@@ -274,12 +277,10 @@ def test_too_little_space_raises_before_the_start(checkpoint, tmp_path, monkeypa
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
     with pytest.raises(SpecError, match=r"needs 829 kB, but .* has only 1 kB free"):
         qc.quantize(checkpoint, tmp_path / "x.gguf", vocabulary=False)
-    assert not (tmp_path / ".x.gguf.partial").exists()
+    assert hidden_files(tmp_path) == []
 
 
 def test_a_full_disk_keeps_the_partial_file(checkpoint, tmp_path, monkeypatch, finished):
-    from detent.checkpoint import partial_file
-
     def full(path, offset, data):
         raise OSError(28, "No space left on device")
 
@@ -287,7 +288,7 @@ def test_a_full_disk_keeps_the_partial_file(checkpoint, tmp_path, monkeypatch, f
         patch.setattr(partial_file, "write_at", full)
         with pytest.raises(WorkerError, match="the disk is full"):
             qc.quantize(checkpoint, tmp_path / "x.gguf", vocabulary=False)
-    assert (tmp_path / ".x.gguf.partial").exists()
+    assert len(list(tmp_path.glob(".x.gguf.*.partial"))) == 1
     qc.quantize(checkpoint, tmp_path / "x.gguf", vocabulary=False)
     assert (tmp_path / "x.gguf").read_bytes() == finished
 
@@ -405,3 +406,43 @@ def test_float8_checkpoints_are_quantized_from_their_scaled_values(tmp_path, mon
         qc.open(tmp_path / "x.gguf")["blk.0.ffn_up.weight"].read().tobytes()
         == dt.quantize(values, "q4_k").packed.tobytes()
     )
+
+
+def test_each_job_has_its_own_partial_file(checkpoint, tmp_path, finished):
+    """A worker of an earlier job cannot write into the file of the next one, because it opens the file by name."""
+    path = tmp_path / "x.gguf"
+    interrupt(checkpoint, path, 0.4)
+    (first,) = tmp_path.glob(".x.gguf.*.partial")
+    with pytest.raises(KeyboardInterrupt):
+        qc.quantize(checkpoint, path, to="gguf:Q8_0", vocabulary=False, progress=_interrupting)
+    assert not first.exists()
+    (second,) = tmp_path.glob(".x.gguf.*.partial")
+    assert second.name != first.name
+
+
+def _interrupting(*_):
+    raise KeyboardInterrupt
+
+
+def test_another_version_of_detent_starts_again(checkpoint, tmp_path, finished, monkeypatch):
+    path = tmp_path / "x.gguf"
+    interrupt(checkpoint, path, 0.4)
+    monkeypatch.setattr("detent.checkpoint.row_stream.__version__", "0.0.0")
+    assert qc.quantize(checkpoint, path, vocabulary=False).resumed_nbytes == 0
+
+
+def test_a_journal_that_was_removed_before_it_is_locked_is_opened_again(checkpoint, tmp_path, monkeypatch):
+    path, calls = tmp_path / "x.gguf", []
+    flock = partial_file.fcntl.flock
+
+    def removing(file, operation):
+        if not calls:
+            (tmp_path / ".x.gguf.journal").unlink()
+        calls.append(operation)
+        return flock(file, operation)
+
+    monkeypatch.setattr(partial_file.fcntl, "flock", removing)
+    journal, seen = tmp_path / ".x.gguf.journal", []
+    qc.quantize(checkpoint, path, vocabulary=False, progress=lambda *_: seen.append(journal.exists()))
+    assert len(calls) == 2
+    assert seen[0]

@@ -148,3 +148,10 @@ def test_verify_finds_a_changed_byte(run, folder, tmp_path):
     code, out, _ = run("verify", folder / "tiny", tmp_path / "x.gguf")
     assert code == 1
     assert out.startswith("not ok: tensor ")
+
+
+@pytest.mark.parametrize("option", [("--fail-below-sqnr", "nan"), ("--batch-size", "3"), ("--tokenizer", "x.json")])
+def test_verify_refuses_options_that_have_no_meaning(run, folder, option):
+    code, _, err = run("verify", "tiny", folder / "ready.gguf", *option)
+    assert code == 2
+    assert option[0] in err

@@ -9,7 +9,7 @@ from torch import nn
 import detent as dt
 import detent.torch as qt
 from detent.checkpoint_files.architectures import gguf_model
-from detent.errors import FileFormatError, SpecError, UnsupportedError
+from detent.errors import FileFormatError, RangeError, SpecError, UnsupportedError
 from detent.torch.arrays import to_array
 from tests.checkpoint_files.small_language_models import random_tokens, save_model
 
@@ -102,4 +102,13 @@ def test_what_gguf_files_cannot_store_is_rejected(tmp_path):
         qt.export_gguf(other, tmp_path, tmp_path / "model.gguf", vocabulary=False)
     with pytest.raises(FileFormatError, match="pass the directory of the float model"):
         qt.export_gguf(other, tmp_path / "absent", tmp_path / "model.gguf", vocabulary=False)
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    model = qt.prepare(save_model("llama", tmp_path), "q4_k")
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    with pytest.raises(RangeError, match=r"norm\.weight contains NaN"):
+        qt.export_gguf(model, tmp_path, tmp_path / "model.gguf", vocabulary=False)
     assert not (tmp_path / "model.gguf").exists()

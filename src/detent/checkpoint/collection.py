@@ -31,6 +31,7 @@ __all__ = ["collect"]
 
 TextOrTokens = str | os.PathLike[str] | Sequence[int] | NDArray[Any]
 MAX_TEXT_BYTES = 1 << 30
+MAX_NAME_CHARS = 1024  # a longer text is not compared with names of files
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 
@@ -120,9 +121,20 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def _names_file(text: str) -> bool:
+    if len(text) > MAX_NAME_CHARS:
+        return False
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def _chunks(path: Path, data: TextOrTokens, size: int, limit: int | None, vocabulary: int) -> NDArray[np.int64]:
     """Return chunks of token ids, (chunks, size)."""
     bos: int | None = None
+    if isinstance(data, str) and _names_file(data):
+        raise SpecError(f"got the text {data!r}, which names a file: pass pathlib.Path({data!r}) to read the file")
     if isinstance(data, str | os.PathLike):
         ids, bos = _tokenized(path, data if isinstance(data, str) else _read_text(Path(data)))
     else:

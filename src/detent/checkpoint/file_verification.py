@@ -1,8 +1,8 @@
 """Verification of a GGUF file: every tensor is derived again from the source, and compared byte by byte.
 
 A file of ``qc.quantize`` records what it was made with, so its header is derived again, too: all metadata, types and
-positions must match. Of a file that another tool wrote, the types are taken from the file; differences of metadata are
-only notes.
+positions must match. Of a file that another tool wrote, the types are taken from the file, and its metadata are not
+compared.
 """
 
 import json
@@ -26,7 +26,7 @@ from detent.checkpoint.conversion import (
     recorded_conversion,
 )
 from detent.checkpoint.row_items import RowItem, encode, load
-from detent.checkpoint_files.gguf_reader import GgufFile, MetadataEntry, read_gguf
+from detent.checkpoint_files.gguf_reader import GgufFile, MetadataEntry, part_count, read_gguf
 from detent.checkpoint_files.gguf_types import tensor_types
 from detent.checkpoint_files.gguf_writer import entry_bytes
 from detent.checkpoint_files.tensor_source import ELEMENT_TYPES, StoredTensor
@@ -132,7 +132,6 @@ def verify(
     path: str | os.PathLike[str],
     *,
     importance: ImportanceLike | None = None,
-    pre_tokenizer: str | None = None,
 ) -> CheckpointVerification:
     """Derive every tensor of a GGUF file from its source, and compare all bytes.
 
@@ -140,7 +139,6 @@ def verify(
         source: checkpoint directory, file, or the result of ``qc.open``.
         path: the GGUF file.
         importance: the importance matrix that the file was made with.
-        pre_tokenizer: name of the pre-tokenizer, for files of other tools; files of detent record it.
 
     Raises:
         FileFormatError: a damaged file or source.
@@ -148,7 +146,7 @@ def verify(
         UnsupportedError: the file is a part of a split file, or the architecture of the source is unknown.
     """
     file = read_gguf(Path(path))
-    if file.metadata.get("split.count", 0) not in {0, 1}:
+    if part_count(file) > 1:
         raise UnsupportedError(
             f"{os.fspath(path)} is a part of a split file: merge the parts with llama-gguf-split first"
         )
@@ -156,7 +154,7 @@ def verify(
     if recorded is None:
         types = {tensor.name: _type_name(tensor) for tensor in file.tensors}
         conversion = decide_conversion(
-            source, GENERIC_MIXTURE, importance=importance, pre_tokenizer=pre_tokenizer, scales="keep", types=types
+            source, GENERIC_MIXTURE, importance=importance, vocabulary=False, scales="keep", types=types
         )
         notes = [f"{CONVERSION_KEY} is missing: another tool wrote the file, so its types are taken as given"]
     else:

@@ -1,9 +1,10 @@
 """PartialFile: an output file in the making, and the journal that says which rows it already has.
 
-The partial file is ``.<name>.partial`` beside the target, with its final size from the start. The journal,
-``.<name>.journal``, has one JSON line that identifies the job, and then one line per finished item: tensor, first row,
-end row, CRC-32. A line is written after the data it describes were synced, so a job that was killed, or whose machine
-lost power, goes on after the last line. When a job goes on, it compares every checksum with the data.
+The partial file is ``.<name>.<job>.partial`` beside the target, with its final size from the start. ``<job>`` is a
+random number, so a worker of an earlier job that still runs cannot write into the file. The journal,
+``.<name>.journal``, has one JSON line that identifies the job and its partial file, and then a line per finished item:
+tensor, first row, end row, CRC-32. A line is written after the data it describes were synced, so a job that was killed,
+or whose machine lost power, goes on after the last line. When a job goes on, it compares every checksum with the data.
 
 The journal is locked while a job runs: two jobs cannot write the same target.
 """
@@ -12,6 +13,8 @@ import errno
 import json
 import logging
 import os
+import re
+import secrets
 import shutil
 import time
 import zlib
@@ -46,15 +49,26 @@ class _Journal:
 
     def __init__(self, path: Path, target: Path) -> None:
         self.path, self._file = path, path.open("a+b")
+        while not self._is_locked(target):  # another job removed the journal before it was locked
+            self._file.close()
+            self._file = path.open("a+b")
+
+    def _is_locked(self, target: Path) -> bool:
+        """Lock the file; return False if the file is no longer the journal."""
         if fcntl is None:
-            return
+            return True
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._file.close()
             raise SpecError(f"another job is writing {target}: wait until it ends, or choose another output") from error
         except OSError:  # a file system without locks
-            _log.debug("%s cannot be locked", path)
+            _log.debug("%s cannot be locked", self.path)
+            return True
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            return False
 
     def read(self) -> list[dict[str, Any]]:
         """Return the lines up to the first that is damaged, such as one cut off by a crash; remove the rest."""
@@ -104,7 +118,6 @@ class PartialFile:
 
     def __init__(self, target: Path, layout: GgufLayout, identity: dict[str, Any], *, resume: bool = True) -> None:
         self.target, self._layout, self._resume = target, layout, resume
-        self.path = target.with_name(f".{target.name}.partial")
         self._identity = {**identity, "layout": layout.digest, "nbytes": layout.nbytes}
         self._done: dict[int, list[Interval]] = {}
         self._unsynced: list[ItemDone] = []
@@ -114,6 +127,7 @@ class PartialFile:
         self._journal = _Journal(target.with_name(f".{target.name}.journal"), target)
         try:
             lines = self._journal.read()
+            self.path = self._recorded_path(lines) or self._new_path()
             if lines and self._is_same_job(lines[0]):
                 self._go_on(lines[1:])
             else:
@@ -137,26 +151,40 @@ class PartialFile:
             self._discard()
         self._journal.close()
 
+    def _new_path(self) -> Path:
+        return self.target.with_name(f".{self.target.name}.{secrets.token_hex(8)}.partial")
+
+    def _recorded_path(self, lines: list[dict[str, Any]]) -> Path | None:
+        """Return the path of the partial file that the journal names."""
+        name = lines[0].get("partial") if lines else None
+        pattern = rf"\.{re.escape(self.target.name)}\.[0-9a-f]{{16}}\.partial"
+        return self.target.with_name(name) if isinstance(name, str) and re.fullmatch(pattern, name) else None
+
     def _is_same_job(self, first: dict[str, Any]) -> bool:
         if not self._resume or not self.path.is_file() or self.path.stat().st_size != self._layout.nbytes:
             return False
-        if first != self._identity:
+        if {key: value for key, value in first.items() if key != "partial"} != self._identity:
             _log.warning("%s belongs to another job: starting again", self.path)
             return False
         return True
 
     def _start(self) -> None:
-        """Begin a new partial file: reserve its space, write the header and the first line of the journal."""
+        """Begin a new partial file: write the first line of the journal, reserve the space, write the header."""
         with suppress(FileNotFoundError):
             self.path.unlink()
         self._journal.clear()
-        _check_space(self.target.parent, self._layout.nbytes)
-        with self.path.open("wb") as file:
-            _reserve(file, self._layout.nbytes)
-            file.write(self._layout.header)
-            file.flush()
-            os.fsync(file.fileno())
-        self._journal.append([self._identity])
+        self.path = self._new_path()
+        try:
+            _check_space(self.target.parent, self._layout.nbytes)
+            self._journal.append([{**self._identity, "partial": self.path.name}])
+            with self.path.open("xb") as file:
+                _reserve(file, self._layout.nbytes)
+                file.write(self._layout.header)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            self._discard()
+            raise
 
     def _go_on(self, lines: list[dict[str, Any]]) -> None:
         """Accept items of an earlier run whose bytes have the recorded checksum."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from detent import __version__
 from detent.block_tensor import ScalePolicy, quantize_blocks
 from detent.checkpoint_files.gguf_writer import PlacedTensor
 from detent.checkpoint_files.target_model import TargetTensor
@@ -139,5 +140,5 @@ def run_item(item: RowItem) -> ItemDone:
 
 
 def item_environment() -> Environment:
-    """Return nothing that could differ: bytes are the same on all machines and with all kernels."""
-    return Environment(())
+    """Return the version of detent; its bytes are the same on all machines and with all kernels."""
+    return Environment((("detent", __version__),))

@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from detent import __version__
 from detent.block_tensor import ScalePolicy
 from detent.checkpoint.conversion import (
     Conversion,
@@ -65,7 +66,7 @@ def quantize(  # noqa: PLR0913 - keyword arguments
 ) -> ConversionReport:
     """Quantize a checkpoint to a file that llama.cpp runs, row by row.
 
-    The file is written under the name ``.<name>.partial`` beside the output and renamed at the end. If the job is
+    The file is written under the name ``.<name>.<job>.partial`` beside the output and renamed at the end. If the job is
     killed, the same call goes on where it stopped, and ends with the same bytes.
 
     Args:
@@ -212,6 +213,7 @@ def _identity(conversion: Conversion) -> dict[str, Any]:
         status = path.stat()
         files.append([path.name, status.st_size, status.st_mtime_ns])
     return {
+        "detent": __version__,
         "source": conversion.source.digest,
         "files": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
         "importance": conversion.importance_digest,

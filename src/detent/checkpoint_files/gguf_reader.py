@@ -24,7 +24,7 @@ from detent.codec import MAX_CHARS_SHOWN, reading
 from detent.errors import FileFormatError, UnsupportedError
 from detent.storage import ELEMENT_LIMIT
 
-__all__ = ["GgufFile", "MetadataEntry", "is_gguf", "open_gguf", "read_gguf"]
+__all__ = ["GgufFile", "MetadataEntry", "is_gguf", "open_gguf", "part_count", "read_gguf"]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -98,10 +98,16 @@ def open_gguf(path: Path) -> TensorSource:
     )
 
 
+def part_count(file: GgufFile) -> int:
+    """Return the number of parts of a split file, and 0 or 1 for a single file."""
+    count = file.metadata.get("split.count", 0)
+    return count if isinstance(count, int) else 0
+
+
 def _parts(path: Path) -> list[GgufFile]:
     first = read_gguf(path)
-    count = first.metadata.get("split.count", 0)
-    if not isinstance(count, int) or count <= 1:
+    count = part_count(first)
+    if count <= 1:
         return [first]
     match = _PART.fullmatch(path.name)
     if match is None or int(match[3]) != count or count > MAX_PARTS:

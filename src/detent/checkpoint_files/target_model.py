@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.checkpoint_files.tensor_source import ELEMENT_TYPES, SourceTensor, float_rows
-from detent.errors import ShapeError
+from detent.errors import FileFormatError, ShapeError
 
 __all__ = [
     "Constant",
@@ -224,12 +224,12 @@ class GgufModel:
     @property
     def block_count(self) -> int:
         """The number of transformer blocks."""
-        return int(self.value("{arch}.block_count", 0))
+        return _first(self.value("{arch}.block_count", 0))
 
     @property
     def expert_count(self) -> int:
         """The number of experts, 0 for models without experts."""
-        return int(self.value("{arch}.expert_count", 0))
+        return _first(self.value("{arch}.expert_count", 0))
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -239,7 +239,10 @@ class GgufModel:
 
 
 def _first(value: Any) -> int:  # noqa: ANN401 - a number, or one per block
-    return int(np.ravel(value)[0])
+    flat = np.ravel(value)
+    if not flat.size or flat.dtype.kind not in "iu":
+        raise FileFormatError(f"the metadata have {value!r:.60} as a number of blocks, experts or heads")
+    return int(flat[0])
 
 
 def _expert_parts(per_expert: int, start: int, stop: int) -> list[tuple[int, int, int]]:

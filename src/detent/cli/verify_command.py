@@ -110,7 +110,14 @@ def run(
 ) -> None:
     """Verify a file; see ``HELP``."""
     if is_checkpoint(artifact):
-        onnx_only = {"--data": data, "--levels": levels, "--fail-below-agreement": fail_below_agreement}
+        onnx_only = {
+            "--data": data,
+            "--batch-size": batch_size,
+            "--preprocess": preprocess,
+            "--tokenizer": tokenizer,
+            "--levels": levels,
+            "--fail-below-agreement": fail_below_agreement,
+        }
         screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
         _verify_checkpoint(screen, source, artifact, importance, fail_below_sqnr, onnx_only)
         return
@@ -164,6 +171,8 @@ def _verify_checkpoint(
     unused = [option for option, value in onnx_only.items() if value is not None]
     if unused:
         raise SpecError(f"{', '.join(unused)} is for ONNX files: drop it")
+    if min_sqnr_db is not None and isnan(min_sqnr_db):
+        raise SpecError("--fail-below-sqnr must be a number, got nan")
     from detent.checkpoint import verify  # noqa: PLC0415 - loaded only if needed
 
     screen.note(f"deriving {artifact} again")

@@ -24,7 +24,7 @@ from detent.checkpoint_files.mixtures import MIXTURES, file_metadata, is_float_t
 from detent.checkpoint_files.target_model import Constant, ExpertRows, Experts, Transposed
 from detent.checkpoint_files.tensor_source import ArrayTensor, TensorSource
 from detent.codec import parse
-from detent.errors import DtypeError, FileFormatError, SpecError, UnsupportedError
+from detent.errors import DtypeError, FileFormatError, RangeError, SpecError, UnsupportedError
 from detent.storage import check_directory, write_atomic
 from detent.torch.arrays import full_tensor, on_cpu
 from detent.torch.preparation import quantized_state
@@ -155,7 +155,14 @@ def _type_of(tensor: TargetTensor, source: TensorSource, state: Mapping[str, Blo
 
 def _tensor_bytes(tensor: TargetTensor, kind: str, source: TensorSource, state: Mapping[str, BlockTensor]) -> bytes:
     if kind in _ELEMENTS:
-        return tensor.rows(source).astype(_ELEMENTS[kind]).tobytes()
+        with np.errstate(all="ignore"):
+            values = tensor.rows(source).astype(_ELEMENTS[kind])
+        if not np.isfinite(values).all():
+            raise RangeError(
+                f"{', '.join(tensor.sources) or tensor.name} contains NaN, infinities, or values that {kind} cannot "
+                "represent: nothing was written"
+            )
+        return values.tobytes()
     parts = [state[name].packed.reshape(state[name].shape[0], -1) for name in tensor.sources]
     if isinstance(tensor.layout, Experts):
         return b"".join(part.tobytes() for part in parts)

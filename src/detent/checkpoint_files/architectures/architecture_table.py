@@ -90,7 +90,10 @@ def _copied_model(source: TensorSource) -> GgufModel:
         if key not in _BY_TYPES and not key.startswith(_SPLIT)
     )
     tensors = [_copied_tensor(name, source[name].shape) for name in sorted(source, key=order_in_file)]
-    return GgufModel(source.metadata["general.architecture"], metadata, tuple(tensors))
+    name = source.metadata["general.architecture"]
+    if not isinstance(name, str):
+        raise FileFormatError(f"general.architecture is {name!r:.60}, expected a string")
+    return GgufModel(name, metadata, tuple(tensors))
 
 
 def _copied_tensor(name: str, shape: tuple[int, ...]) -> TargetTensor:
