@@ -180,7 +180,7 @@ def _recorded(source: SourceLike, recorded: dict[str, Any], importance: Importan
     if recorded["importance"] and importance is None:
         raise SpecError(
             f"the file was made with an importance matrix (SHA-256 {str(recorded['importance'])[:12]}...): pass the "
-            "same matrix as importance="
+            "same matrix as importance= or --importance"
         )
     recipe = recorded["recipe"]
     try:

@@ -133,7 +133,8 @@ class _TokenizerFiles:
         self._encoder: Any = None
         if self.tokenizer is None and self.sentencepiece is None:
             raise FileFormatError(
-                f"{directory} has neither tokenizer.json nor tokenizer.model: add the tokenizer files of the model"
+                f"{directory} has neither tokenizer.json nor tokenizer.model: add the tokenizer files of the model, or "
+                "leave out the vocabulary (vocabulary=False, --no-vocabulary)"
             )
 
     @property
