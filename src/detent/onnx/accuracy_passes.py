@@ -569,12 +569,10 @@ def _choose_additions(
     if not options.is_measured:
         return graph_plan, ()
     with running("choosing additions"):
-        try:
-            plans = graph_plan.with_fixed_inputs(), float_plan.with_fixed_inputs()
-            quantized, in_float = (fmean(_min_max_noise(plan, samples.evaluated, memory_budget)) for plan in plans)
-        except NotCalibratedError as error:
-            _log.info("additions were not compared, because the noise at the outputs cannot be measured: %s", error)
+        noises = _mean_noises("additions were not compared", (graph_plan, float_plan), samples, memory_budget)
+        if noises is None:
             return graph_plan, ()
+        quantized, in_float = noises
         if quantized <= MAX_ADDITION_NOISE * in_float:
             return graph_plan, ()
         change = -_percent(quantized, in_float)
@@ -591,17 +589,32 @@ def _fit_scales(
         changed = with_fitted_scales(graph_plan, samples.fitted, memory_budget)
         if changed is graph_plan:
             return graph_plan, ()
-        plans = graph_plan.with_fixed_inputs(), changed.with_fixed_inputs()
-        try:
-            before, after = (fmean(_min_max_noise(plan, samples.evaluated, memory_budget)) for plan in plans)
-        except NotCalibratedError as error:
-            _log.info("group scales were not fitted, because the noise at the outputs cannot be measured: %s", error)
+        noises = _mean_noises("group scales were not fitted", (graph_plan, changed), samples, memory_budget)
+        if noises is None:
             return graph_plan, ()
+        before, after = noises
         change = _percent(before, after)
         if after > MAX_FITTED_NOISE * before:
             _log.info("group scales were not fitted, because the noise at the outputs would change by %+.0f %%", change)
             return graph_plan, ()
         return changed, (f"fitted the scales of groups: {-change:.0f}% less noise at the outputs",)
+
+
+def _mean_noises(
+    consequence: str, plans: tuple[GraphPlan, GraphPlan], samples: Samples, memory_budget: int | None
+) -> tuple[float, float] | None:
+    """Measure the mean noise at the outputs of two plans, with min-max ranges and fixed scales.
+
+    If it cannot be measured, log the ``consequence`` and return None.
+    """
+    try:
+        first, second = (
+            fmean(_min_max_noise(plan.with_fixed_inputs(), samples.evaluated, memory_budget)) for plan in plans
+        )
+    except NotCalibratedError as error:
+        _log.info("%s, because the noise at the outputs cannot be measured: %s", consequence, error)
+        return None
+    return first, second
 
 
 def _min_max_noises(
