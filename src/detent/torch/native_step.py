@@ -108,17 +108,32 @@ class _Reference(NamedTuple):
     address: int
 
 
-class _Side:
+class _References:
+    """The tensors whose addresses a native record has."""
+
+    def __init__(self) -> None:
+        self.references: list[_Reference] = []
+
+    def _address(self, owner: Any, name: str) -> int:
+        """Return the address of a tensor, or 0 without the tensor."""
+        tensor = owner.get(name)
+        if tensor is None:
+            return 0
+        self.references.append(_Reference(owner, name, tensor, tensor.data_ptr()))
+        return int(tensor.data_ptr())
+
+
+class _Side(_References):
     """One operand: its quantizer, its memory order, and what the native record needs of them."""
 
     def __init__(self, quantizer: FakeQuantize, data: Tensor) -> None:
+        super().__init__()
         self.quantizer = quantizer
         self.order = order_of(data, quantizer.spec)
         self.images = self.order.images(data.shape)
         self.shape = data.shape if self.order.axes is None else torch.Size(data.shape[axis] for axis in self.order.axes)
         self.tiling: Tiling = self.order.spec.granularity.tiling(tuple(self.shape))
         self.mode = _mode_of(quantizer)
-        self.references: list[_Reference] = []
         self.written = quantizer.native_state() if self.mode in ("ema", "batch") else None
 
     def problem(self) -> Problem:
@@ -151,13 +166,6 @@ class _Side:
             "channels": 0 if self.images is None else self.images[1],
         }
 
-    def _address(self, owner: Any, name: str) -> int:
-        tensor = owner.get(name)
-        if tensor is None:
-            return 0
-        self.references.append(_Reference(owner, name, tensor, tensor.data_ptr()))
-        return int(tensor.data_ptr())
-
     def problems(self) -> bool:
         """Return whether a tensor of the quantizer cannot be read by the native record."""
         quantizer = self.quantizer
@@ -188,13 +196,13 @@ def _mode_of(quantizer: FakeQuantize) -> str:
     return "stored" if isinstance(mode, EMA | Fixed) else ""
 
 
-class Step:
+class Step(_References):
     """Training steps of a layer on inputs of one shape and memory order; ``native`` is None if there is no record."""
 
     def __init__(self, layer: Any, x: Tensor, settings: tuple[object, ...]) -> None:
+        super().__init__()
         self.settings = settings
         self.native: Any = None
-        self.references: list[_Reference] = []
         self._version = -1
         inputs, weights = layer._modules.get("input_quantizer"), layer._modules.get("weight_quantizer")
         weight = layer._parameters.get("weight")
@@ -249,13 +257,6 @@ class Step:
             scale = None if quantizer is None else quantizer._buffers.get("scale")
             if scale is not None:  # parameters that were not set when the step was made
                 self._address(quantizer._buffers, "scale")
-
-    def _address(self, owner: Any, name: str) -> int:
-        tensor = owner.get(name)
-        if tensor is None:
-            return 0
-        self.references.append(_Reference(owner, name, tensor, tensor.data_ptr()))
-        return int(tensor.data_ptr())
 
     def _problems(self, fold: Fold | None, *, factored: bool) -> bool:
         """Return whether the native record cannot compute the step."""
