@@ -64,12 +64,14 @@ class Searched:
         self.bounds = SampleBounds.measure(self.plan, self.seen, self.seen.samples)
         self.noise = Mock(spec=NoiseByLayer, samples=count, count=count)
         self.fixed = set()
+        self.preferred = None
         self.noise.noise_by_sample.side_effect = lambda params, limit: sum(map(noise_of, params))
 
     def run(self):
         full, clipped = (choose_params(self.placements, self.seen, groups) for groups in ((), None))
         self.changed = {group for group in full if full[group] != clipped[group]}
-        return search_ranges(self.noise, self.placements, self.seen, frozenset(full), self.bounds, 0, self.fixed)
+        groups = frozenset(full)
+        return search_ranges(self.noise, self.placements, self.seen, groups, self.bounds, 0, self.fixed, self.preferred)
 
 
 def width(params):
@@ -252,3 +254,31 @@ def test_a_report_names_the_margin(tmp_path):
     model = m.model([("x", [1, 8, 8, 8])], [m.conv(t, 16, 8, 1, name="last")])
     report = qo.quantize(model, tmp_path / "q.onnx", data=heavy(16, 0), progress=False)
     assert any("standard deviations" in step for step in report.steps)
+
+
+def test_a_preferred_margin_is_kept_unless_another_one_halves_the_noise():
+    search = Searched(lambda params: width(params) ** -0.5)
+    search.preferred = 0.5
+    assert search.run().margin == 0.5, "a margin of 3 has less noise, but more than half of it"
+    search = Searched(lambda params: width(params) ** -8)
+    search.preferred = 0.5
+    assert search.run().margin == 3.0
+
+
+def test_skipping_layers_keeps_the_margin_of_all_layers(monkeypatch):
+    model, feeds, preferred = peaks("Average"), rare(16), []
+
+    def record(*arguments):
+        ranges = search_ranges(*arguments)
+        preferred.append((arguments[-1], ranges.margin))
+        return ranges
+
+    monkeypatch.setattr("detent.onnx.accuracy_passes.search_ranges", record)
+    qo.decide(model, feeds, keep_float="none", progress=False)
+    qo.decide(model, feeds, keep_float="none", skip="second", progress=False)
+    (none, full), (also_none, again), (given, _) = preferred
+    assert none is also_none is None
+    assert given == again == full
+    qo.decide(model, feeds, keep_float="none", skip="second", observer="minmax", progress=False)
+    qo.decide(model, iter(feeds), keep_float="none", skip="second", progress=False)
+    assert [each for each, _ in preferred[3:]] == [None], "an iterator can be read only once"

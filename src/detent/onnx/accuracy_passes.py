@@ -228,10 +228,12 @@ def decide_with_data(
     run: RunOptions,
     original: LoadedModel,
     goal: MetricGoal | None = None,
+    unskipped: GraphPlan | None = None,
 ) -> Decided:
     """Run the accuracy passes on ``original``.
 
-    ``facts`` are the decisions made before. ``goal`` limits the drop of a metric.
+    ``facts`` are the decisions made before. ``goal`` limits the drop of a metric. ``unskipped`` is the plan without
+    ``options.skip``, if layers are skipped.
     """
     with running("choosing kernels"):
         work = multiplications(graph_plan, batches.check_first())
@@ -259,8 +261,9 @@ def decide_with_data(
         with running("calibration of subgraphs"):
             graph_plan = _with_own_ranges(graph_plan, batches, chosen, run.workspace)
     graph_plan, fitted = _fit_scales(graph_plan, samples, options, run.memory_budget)
+    margin = _unskipped_margin(unskipped, graph_plan.model, batches, samples, options, run)
     isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
-    choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run)
+    choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run, margin)
     graph_plan = choice.plan
     facts = replace(facts, data=calibration.fingerprint, equalized=equalized, smoothed=smoothed)
     assembly = _Assembly(facts, calibration, choice.ranges)
@@ -435,8 +438,12 @@ def _choose_quantizers(
     work: Mapping[str, float],
     options: Options,
     run: RunOptions,
+    margin: float | None,
 ) -> _Choice:
-    """Choose ranges of activations, bits of weights, and layers to keep in float."""
+    """Choose ranges of activations, bits of weights, and layers to keep in float.
+
+    ``margin`` is the margin of all ranges with all layers quantized, or None if it is unknown.
+    """
     with running("choosing ranges"):
         placements = graph_plan.placements(calibration.ranges)
         clipped: frozenset[str] | None = None
@@ -453,7 +460,9 @@ def _choose_quantizers(
         noise = NoiseByLayer(graph_plan, ranges.params, samples.compared, run.workspace, placements)
     if clipped is not None:
         with running("searching ranges"):
-            ranges = _searched_ranges(noise, graph_plan, placements, calibration, clipped, samples, run.memory_budget)
+            ranges = _searched_ranges(
+                noise, graph_plan, placements, calibration, clipped, samples, run.memory_budget, margin
+            )
             noise.set_params({name: each for name, each in ranges.params.items() if noise.can_replace(name)})
     widened: dict[str, float] = {}
     if can_widen:
@@ -486,10 +495,12 @@ def _searched_ranges(
     clipped: frozenset[str],
     samples: Samples,
     memory_budget: int | None,
+    margin: float | None,
 ) -> ChosenRanges:
     """Search ranges on the samples; with too few samples, use min-max ranges.
 
-    Groups whose observer a rule names, and groups whose parameters ``noise`` cannot replace, are not searched.
+    ``margin`` is the preferred margin, if there is one. Groups whose observer a rule names, and groups whose parameters
+    ``noise`` cannot replace, are not searched.
     """
     named = observers_of_rules(graph_plan, placements)
     fixed = {each.group for each in placements if each.group in named or not noise.can_replace(each.group)}
@@ -497,7 +508,39 @@ def _searched_ranges(
         return ChosenRanges(choose_params(placements, calibration, clipped & fixed), clipped & fixed)
     bounds = SampleBounds.measure(graph_plan, calibration, samples.every, memory_budget)
     first = len(samples.every) - len(samples.compared)
-    return search_ranges(noise, placements, calibration, clipped, bounds, first, fixed)
+    return search_ranges(noise, placements, calibration, clipped, bounds, first, fixed, margin)
+
+
+def _unskipped_margin(
+    unskipped: GraphPlan | None,
+    model: ModelProto,
+    batches: Batches,
+    samples: Samples,
+    options: Options,
+    run: RunOptions,
+) -> float | None:
+    """Search the margin of ranges for the plan without skipped layers; return None if it is not searched."""
+    is_searched = options.is_measured and options.observer is None and len(samples.every) >= MIN_RANGE_SAMPLES
+    if unskipped is None or not is_searched or not batches.is_repeatable:
+        return None
+    graph_plan = unskipped.with_model(model).with_fixed_inputs()
+    graph_plan = with_last_layers(graph_plan, multiplications(graph_plan, batches.check_first()), options.prefer)
+    groups = None if run.memory_budget is None else tensor_groups(graph_plan, batches, run.memory_budget)
+    try:
+        with running("calibration of all layers"):
+            every = tuple(samples.every)
+            calibration = calibrate_groups(graph_plan, batches, groups, "minmax", False, None, every, run.workspace)
+        with running("searching ranges of all layers"):
+            placements = graph_plan.placements(calibration.ranges)
+            params = choose_params(placements, calibration, ())
+            noise = NoiseByLayer(graph_plan, params, samples.compared, run.workspace, placements)
+            none = frozenset[str]()
+            return _searched_ranges(
+                noise, graph_plan, placements, calibration, none, samples, run.memory_budget, None
+            ).margin
+    except NotCalibratedError as error:
+        _log.info("the margin of ranges was searched for the remaining layers: %s", error)
+        return None
 
 
 def _with_float(

@@ -509,6 +509,7 @@ def _decide(
         prepared = to_normal_form(load(original), opset, feed=first, force=force)
     with running("planning"):
         graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip, prefer=options.prefer)
+        unskipped = plan(prepared.model, recipe, target=target, prefer=options.prefer) if options.skip else None
     reject_empty(graph_plan)
     if batches is None and any(line.input is not None for line in graph_plan.quantized):
         raise _missing_data(recipe)
@@ -525,7 +526,7 @@ def _decide(
         float16=options.float16,
     )
     if batches is not None:
-        return decide_with_data(facts, graph_plan, batches, options, run, original, goal)
+        return decide_with_data(facts, graph_plan, batches, options, run, original, goal, unskipped)
     steps: tuple[str, ...] = ()
     if own_opset < facts.opset:
         steps = (f"converted from opset {own_opset} to {facts.opset}; outputs not compared, because data is missing",)
