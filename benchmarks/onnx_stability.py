@@ -38,9 +38,12 @@ COUNTED_MODELS = (
     *("mnasnet", "regnet", "resnet-v2", "keyword-spotter", "conformer"),
     *("ghostnet", "centernet", "xception"),
 )
+# The same holds for skipped layers and the models before the last line, of which efficientnet and ghostnet did not meet
+# the goals.
 SKIPPED_MODELS = (
     *("mnasnet", "efficientnet", "deit"),
     *("ghostnet", "centernet"),
+    *("regnet", "keyword-spotter", "xception"),
 )
 ORDERS, BATCH_SIZES = 5, (1, 8, 32)
 SETS = {32: 4, 128: 3, 256: 3}  # sets of calibration samples, by their number of samples

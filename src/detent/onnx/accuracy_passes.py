@@ -80,7 +80,7 @@ from detent.onnx.quality_warnings import DataSummary
 from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx.range_search import MIN_SAMPLES as MIN_RANGE_SAMPLES
 from detent.onnx.range_search import ChosenRanges, SampleBounds, search_ranges
-from detent.onnx.samples import Samples, choose_samples, choose_surveyed
+from detent.onnx.samples import MAX_SAMPLES, Samples, choose_samples, choose_surveyed
 from detent.onnx.subgraph_ranges import observe_ranges
 from detent.onnx_model.batches import Batches, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, copied
@@ -99,6 +99,7 @@ Effort = Literal["fast", "balanced", "best"]
 Noises = Sequence[float]  # noise at the outputs, by sample
 
 MAX_MULTIPLICATIONS = 2e10  # limit on the runs that record the inputs of layers, all samples together
+MAX_FAST_SAMPLES = 16  # with effort "fast"; each pass over 32 samples would take a tenth to a quarter of the time
 MIN_SAMPLES, MIN_COMPARED = 4, 2  # samples that even the largest model uses
 # Times per sample, in runs of the float model: to calibrate, to record activations, and to measure the noise at the
 # outputs. On 8 models, the estimate was 0.5 to 2 times the measured time.
@@ -119,21 +120,23 @@ class Search(NamedTuple):
     """Amount of measurement at the outputs of the model.
 
     ``multiplications`` is the work limit of one measurement. The model runs on as many samples as the limit allows, but
-    on at least two. A limit of 0 turns measurements off.
+    on at least two. A limit of 0 turns measurements off. ``max_samples`` limits the samples of all passes except
+    calibration, and those on which outputs are compared.
     """
 
     multiplications: float
+    max_samples: int = MAX_SAMPLES
 
     def samples(self, samples: Sequence[Feed], per_sample: float) -> Samples:
         """Split the samples into the parts of ``Samples``; a large model uses only the first samples."""
         per_sample = max(per_sample, 1.0)
         num_compared = max(MIN_COMPARED, int(self.multiplications / per_sample)) if self.multiplications else 0
-        max_samples = max(MIN_SAMPLES, int(MAX_MULTIPLICATIONS / per_sample))
+        max_samples = min(self.max_samples, max(MIN_SAMPLES, int(MAX_MULTIPLICATIONS / per_sample)))
         return Samples.of(samples, max(max_samples, num_compared), num_compared)
 
 
 EFFORTS: Mapping[Effort, Search] = MappingProxyType(
-    {"fast": Search(0.0), "balanced": Search(2e9), "best": Search(1e11)}
+    {"fast": Search(0.0, MAX_FAST_SAMPLES), "balanced": Search(2e9), "best": Search(1e11)}
 )
 
 
@@ -261,17 +264,17 @@ def decide_with_data(
         with running("calibration of subgraphs"):
             graph_plan = _with_own_ranges(graph_plan, batches, chosen, run.workspace)
     graph_plan, fitted = _fit_scales(graph_plan, samples, options, run.memory_budget)
-    margin = _unskipped_margin(unskipped, graph_plan.model, batches, samples, options, run)
     isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
+    margin = _unskipped_margin(unskipped, graph_plan.model, batches, samples, options, run)
     choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run, margin)
-    graph_plan = choice.plan
     facts = replace(facts, data=calibration.fingerprint, equalized=equalized, smoothed=smoothed)
     assembly = _Assembly(facts, calibration, choice.ranges)
-    decisions, biases = _with_biases(assembly, graph_plan, isolated, samples, options, original)
+    decisions, biases = _with_biases(assembly, choice.plan, isolated, samples, options, original)
     steps = (*map(str, equalized), *map(str, smoothed), *additions, *fitted, *choice.steps)
     for step in steps:
         _log.info("%s", step)
-    decided = Decided(decisions, graph_plan, chosen, steps, calibration.summary, goal=goal)
+    compared = chosen[: EFFORTS[options.effort].max_samples]
+    decided = Decided(decisions, choice.plan, compared, steps, calibration.summary, goal=goal)
     if goal is None or goal.max_drop is None:
         return decided
     with running("meeting max_drop"):
