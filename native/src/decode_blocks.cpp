@@ -157,6 +157,14 @@ inline void decode_iq4_nl(const uint8_t* __restrict in, float* __restrict out) {
   }
 }
 
+inline void decode_mxfp4(const uint8_t* __restrict in, float* __restrict out) {
+  const float d = half_scale(in[0]);
+  for (int i = 0; i < 16; ++i) {
+    out[i] = d * kTwiceFp4[in[1 + i] & 15];
+    out[i + 16] = d * kTwiceFp4[in[1 + i] >> 4];
+  }
+}
+
 inline void decode_iq4_xs(const uint8_t* __restrict in, float* __restrict out) {
   const float d = half_at(in);
   for (int part = 0; part < 8; ++part) {
@@ -187,7 +195,7 @@ void decode_blocks(const Call& call, int64_t begin, int64_t end) {
 #define DETENT_DECODE(NAME) case BlockType::NAME: return decode_each(call, begin, end, [](auto in, auto out) { decode_##NAME(in, out); });
     DETENT_DECODE(q4_0) DETENT_DECODE(q4_1) DETENT_DECODE(q5_0) DETENT_DECODE(q5_1) DETENT_DECODE(q8_0)
     DETENT_DECODE(q2_k) DETENT_DECODE(q3_k) DETENT_DECODE(q4_k) DETENT_DECODE(q5_k) DETENT_DECODE(q6_k)
-    DETENT_DECODE(iq4_nl) DETENT_DECODE(iq4_xs)
+    DETENT_DECODE(iq4_nl) DETENT_DECODE(iq4_xs) DETENT_DECODE(mxfp4)
 #undef DETENT_DECODE
   }
 }

@@ -5,6 +5,7 @@
 // reference kernel. The other formats, without importance, have no sums: they vectorize inside a block.
 #include <algorithm>
 
+#include "detent/block_levels.hpp"
 #include "detent/block_search.hpp"
 #include "detent/blocks.hpp"
 #include "detent/call.hpp"
@@ -551,6 +552,33 @@ bool encode_q8_0(const float* x, uint8_t* out) {
   return ends.finite;
 }
 
+bool encode_mxfp4(const float* x, uint8_t* out) {
+  const Extremes ends(x);
+  const float largest = std::max(std::fabs(ends.low), std::fabs(ends.high));
+  if (!ends.finite) return false;
+  const float log = std::floor(static_cast<float>(std::log2(static_cast<double>(largest))));  // ggml rounds log2 to float
+  const uint32_t exponent = largest > 0 ? static_cast<uint32_t>(static_cast<int>(log) + 125) & 255 : 0;
+  const float scale = half_scale(exponent);
+  out[0] = static_cast<uint8_t>(exponent);
+  float levels[kLevels];
+  for (int i = 0; i < kLevels; ++i) levels[i] = kTwiceFp4[i] * scale;
+  put_codes<4>(
+      x,
+      [&](Floats part) {
+        Ints code = spread(int32_t{0});
+        Floats best = magnitude(part);
+        for (int i = 1; i < kLevels; ++i) {  // of equally near levels, the first
+          const Floats error = magnitude(levels[i] - part);
+          const Ints is_better = error < best;
+          code = select(is_better, spread(int32_t{i}), code);
+          best = select(is_better, error, best);
+        }
+        return code;
+      },
+      out + 1);
+  return true;
+}
+
 template <class Encode>
 bool encode_each(const Call& call, int64_t begin, int64_t end, int width, const Encode& encode) {
   const float* x = static_cast<const float*>(call.x);
@@ -585,6 +613,7 @@ bool encode_blocks_of(const Call& call, int64_t begin, int64_t end) {
     case BlockType::q6_k: return encode_in_lanes<kSuper>(call, begin, end, width, encode_q6_k);
     case BlockType::iq4_nl: return encode_in_lanes<kPart>(call, begin, end, width, encode_iq4_nl);
     case BlockType::iq4_xs: return encode_in_lanes<kSuper>(call, begin, end, width, encode_iq4_xs);
+    case BlockType::mxfp4: return encode_each(call, begin, end, width, encode_mxfp4);
   }
   return false;
 }

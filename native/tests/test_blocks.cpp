@@ -19,7 +19,8 @@ using testing::Side;
 
 constexpr BlockType kTypes[] = {BlockType::q4_0, BlockType::q4_1, BlockType::q5_0,   BlockType::q5_1,
                                 BlockType::q8_0, BlockType::q2_k, BlockType::q3_k,   BlockType::q4_k,
-                                BlockType::q5_k, BlockType::q6_k, BlockType::iq4_nl, BlockType::iq4_xs};
+                                BlockType::q5_k, BlockType::q6_k, BlockType::iq4_nl, BlockType::iq4_xs,
+                                BlockType::mxfp4};
 
 struct Memory {
   Guarded x{1 << 20}, importance{1 << 20}, means{1 << 16}, bytes{1 << 20}, values{1 << 20};

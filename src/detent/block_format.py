@@ -30,12 +30,13 @@ class BlockFormat:
     """Format of blocks that contain their own scales.
 
     Attributes:
-        name: text for specs and recipes, such as "q4_k".
+        name: text for specs and recipes, such as "q4_k"; "gguf.mxfp4", because "mxfp4" is a spec.
         gguf_type: number of the tensor type in GGUF files.
         bits: bit width of a code.
         block_size: number of elements in a block.
         block_bytes: number of bytes of a block.
-        scale_offsets: positions of the float16 scales and minima in a block, in bytes.
+        scale_offsets: positions of the float16 scales and minima in a block, in bytes; () if the scale is the byte at
+            0, an exponent plus 127.
         uses_importance: whether the search for scales can weight columns.
         encode: reference kernel; maps rows of float32 (n, K), and None or one weight per column (K,), to bytes
             (n, K / block_size * block_bytes).
@@ -64,13 +65,18 @@ class BlockFormat:
         return self.name
 
     def __repr__(self) -> str:
-        return f"dt.gguf.{self.name}"
+        return f"dt.gguf.{self.name.removeprefix('gguf.')}"
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         """Pickle the name only."""
         from detent.gguf import get_block_format  # noqa: PLC0415 - the table of formats imports this module
 
         return get_block_format, (self.name,)
+
+    @property
+    def type_name(self) -> str:
+        """The name of the tensor type in llama.cpp, such as "Q4_K"."""
+        return self.name.removeprefix("gguf.").upper()
 
     @property
     def bits_per_weight(self) -> float:

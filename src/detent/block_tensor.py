@@ -29,6 +29,7 @@ Bytes = NDArray[np.uint8]
 ScalePolicy: TypeAlias = Literal["raise", "keep"]
 FILE_VERSION = 1
 FLOAT16_SIZE = 0x7FFF  # the bits of a float16 without its sign, which compare like magnitudes
+LEAST_WRAPPED = 232  # lowest byte of a negative exponent: that of the smallest float32 is -24
 FLOAT16_INF = 0x7C00  # infinity; NaN is larger
 _METADATA = "detent.BlockTensor"
 _KEYS = frozenset({"format", "shape", "dtype"})
@@ -377,9 +378,28 @@ def _refuse_nonfinite(data: Array, rows: NDArray[np.float32]) -> None:
     )
 
 
+def _check_exponents(form: BlockFormat, rows: NDArray[np.float32], packed: Bytes) -> None:
+    """Raise if the exponent of a block is below the range of a byte; ggml then stores its lowest 8 bits."""
+    bad = packed.reshape(-1, form.block_bytes)[:, 0] >= LEAST_WRAPPED
+    candidates = np.flatnonzero(bad)
+    bad[candidates] = np.abs(rows.reshape(-1, form.block_size)[candidates]).max(axis=1, initial=0) < 1
+    if not bad.any():
+        return
+    at = int(bad.argmax())
+    largest = float(np.abs(rows.reshape(-1, form.block_size)[at]).max())
+    raise ParamsError(
+        f"the scales of {int(bad.sum())} of {len(bad)} {form} blocks are below 2^-127, the lowest that a byte can "
+        f"represent; first in block {at}, whose largest magnitude is {largest:.3g}: rescale the data, set such blocks "
+        "to 0, or pass scales='keep' to store them anyway"
+    )
+
+
 def _check_scales(form: BlockFormat, shape: tuple[int, ...], rows: NDArray[np.float32], packed: Bytes) -> None:
     """Raise if a scale is infinite in float16, or if all scales of a block that is not zero are 0."""
-    words = packed.view("<u2").reshape(-1, form.block_bytes // 2)  # every format has an even number of bytes
+    if not form.scale_offsets:
+        _check_exponents(form, rows, packed)
+        return
+    words = packed.view("<u2").reshape(-1, form.block_bytes // 2)  # these formats have an even number of bytes
     sizes = np.stack([words[:, at // 2] & FLOAT16_SIZE for at in form.scale_offsets])
     highest = sizes.max(axis=0)
     if not words.size or (int(highest.max()) < FLOAT16_INF and int(highest.min()) > 0):

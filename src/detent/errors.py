@@ -56,7 +56,7 @@ class DetentError(Exception):
     ...     print(error)
     unknown format 'int44': did you mean 'int4'? expected int1..int16, uint1..uint16, float8_e4m3fn, \
 float8_e5m2, float4_e2m1fn, nf4, one of the specs mxfp4, mxfp8, mxfp8_e5m2, nvfp4, or one of the block formats q4_0, \
-q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs
+q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, gguf.mxfp4
     """
 
 

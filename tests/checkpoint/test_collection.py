@@ -1,10 +1,13 @@
 """collect: sums of squared inputs equal those of a direct computation, for every kind of layer."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import detent.checkpoint as qc
+from detent.checkpoint import collection
 from detent.checkpoint_files.architectures import gguf_model
 from detent.checkpoint_files.importance_files import read_importance
 from detent.checkpoint_files.mixtures import is_float_tensor
@@ -73,7 +76,8 @@ def test_experts_get_the_tokens_that_the_router_sends_them(tmp_path):
 
 def test_parts_of_a_text_merge_in_any_order_to_the_same_file(tmp_path):
     save_model("llama", tmp_path)
-    qc.collect(tmp_path, TOKENS, tmp_path / "whole.gguf", chunk_size=16)
+    whole = qc.collect(tmp_path, TOKENS, chunk_size=16)
+    replace(whole, origin="").save(tmp_path / "whole.gguf")  # merged importance has no single origin
     parts = [qc.collect(tmp_path, TOKENS[start : start + 16], chunk_size=16) for start in (0, 16, 32)]
     parts[2].merged(parts[0]).merged(parts[1]).save(tmp_path / "merged.gguf")
     assert (tmp_path / "merged.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
@@ -138,3 +142,22 @@ def test_the_name_of_a_file_is_not_taken_as_a_text(tmp_path):
     (tmp_path / "text.txt").write_text("some words", encoding="utf-8")
     with pytest.raises(SpecError, match=r"names a file: pass pathlib\.Path"):
         qc.collect(tmp_path, str(tmp_path / "text.txt"))
+
+
+def test_resume_reads_what_the_same_call_has_written(tmp_path, monkeypatch):
+    save_model("llama", tmp_path / "model")
+    output = tmp_path / "imatrix.gguf"
+    qc.collect(tmp_path / "model", TOKENS, output, chunk_size=16)
+    written = output.read_bytes()
+    loads = []
+    load_model = collection._load_model
+    monkeypatch.setattr(collection, "_load_model", lambda path: loads.append(path) or load_model(path))
+    again = qc.collect(tmp_path / "model", TOKENS, output, chunk_size=16, resume=True)
+    assert (loads, again.origin) == ([], read_importance(output).origin)
+    for options in ({"chunk_size": 8}, {"chunk_size": 16, "max_chunks": 1}, {"chunk_size": 16, "include_output": True}):
+        qc.collect(tmp_path / "model", TOKENS, output, resume=True, **options)
+    qc.collect(tmp_path / "model", TOKENS[1:], output, chunk_size=16, resume=True)
+    assert len(loads) == 4
+    output.write_bytes(written[:100])  # a damaged file is measured again
+    qc.collect(tmp_path / "model", TOKENS, output, chunk_size=16, resume=True)
+    assert (len(loads), output.read_bytes()) == (5, written)

@@ -18,7 +18,15 @@ from detent.checkpoint_files.gguf_writer import gguf_layout
 from detent.cluster import process_executor
 from detent.errors import NaNError, ParamsError, RangeError, ShapeError, SpecError, UnsupportedError, WorkerError
 
-from .tiny_checkpoints import CONFIG, HEADS, HIDDEN, llama_tensors, write_checkpoint
+from .tiny_checkpoints import (
+    CONFIG,
+    HEADS,
+    HIDDEN,
+    llama_tensors,
+    mixtral_config,
+    mixtral_tensors,
+    write_checkpoint,
+)
 
 SMALL_BUDGET = 2_600_000  # items of at most 64 rows
 
@@ -53,6 +61,36 @@ def test_bytes_are_those_of_the_block_formats(checkpoint, tmp_path):
     assert np.array_equal(file["output_norm.weight"].read(), norm)
     assert report.nbytes_after == (tmp_path / "tiny.gguf").stat().st_size
     assert hidden_files(tmp_path) == []
+
+
+def test_mxfp4_moe_stores_experts_in_mxfp4_and_the_rest_in_q8_0(tmp_path):
+    source = write_checkpoint(tmp_path / "moe", mixtral_tensors(), mixtral_config())
+    plan = qc.plan(source, "gguf:MXFP4_MOE", vocabulary=False)
+    report = qc.quantize(source, tmp_path / "moe.gguf", "gguf:MXFP4_MOE", vocabulary=False)
+    types = {line.name: line.type for line in report.tensors}
+    assert {name for name, kind in types.items() if kind == "MXFP4"} == {
+        f"blk.{layer}.ffn_{part}_exps.weight" for layer in (0, 1) for part in ("gate", "up", "down")
+    }
+    assert {kind for name, kind in types.items() if "_exps" not in name} == {"Q8_0", "F32"}
+    assert (plan.nbytes_after, plan.tensors, plan.notes) == (report.nbytes_after, report.tensors, ())
+    stored = qc.open(tmp_path / "moe.gguf")["blk.1.ffn_down_exps.weight"]
+    experts = [mixtral_tensors()[f"model.layers.1.block_sparse_moe.experts.{i}.w2.weight"] for i in range(4)]
+    expected = dt.quantize(np.stack(experts).astype(np.float32), dt.gguf.mxfp4)
+    assert (stored.dtype, stored.read().tobytes()) == ("gguf.mxfp4", expected.packed.tobytes())
+    assert np.array_equal(stored.dequantize(), expected.dequantize())
+    assert dt.verify(source, tmp_path / "moe.gguf").ok
+
+
+def test_mxfp4_moe_of_a_model_without_experts_says_that_all_weights_are_q8_0(checkpoint, tmp_path):
+    report = qc.quantize(checkpoint, tmp_path / "x.gguf", "gguf:MXFP4", vocabulary=False)
+    assert set(report.types) == {"Q8_0", "F32"}
+    assert any("no experts" in warning and "Q8_0" in warning for warning in report.warnings)
+
+
+def test_a_recipe_can_name_mxfp4(checkpoint, tmp_path):
+    recipe = dt.Recipe([dt.Rule("blk.*.ffn_up", weight="gguf.mxfp4")])
+    report = qc.quantize(checkpoint, tmp_path / "x.gguf", recipe=recipe, vocabulary=False)
+    assert {line.type for line in report.tensors if "ffn_up" in line.name} == {"MXFP4"}
 
 
 @pytest.mark.parametrize("to", ["gguf:F32", "gguf:BF16", "gguf:F16"])

@@ -3,6 +3,7 @@ from math import inf
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import detent as dt
 import detent.checkpoint as qc
@@ -47,3 +48,45 @@ def test_names_and_shapes_that_differ_are_listed(files, tmp_path):
     assert by_name["lm_head.weight"].note == "shapes (96, 256) and (32, 256)"
     assert by_name["lm_head.weight"].sqnr_db is None
     assert "only in" in str(comparison)
+
+
+def compared(tmp_path, first, second, metadata=None):
+    for name, array in (("a", first), ("b", second)):
+        save_file({"x": np.asarray(array)}, tmp_path / f"{name}.safetensors", metadata)
+    comparison = qc.compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    json.loads(comparison.to_json())
+    return comparison
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 4), (2, 3, 4, 5), (1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
+def test_tensors_of_any_rank_and_type_are_compared(tmp_path, shape, dtype):
+    x = np.zeros(shape, dtype)
+    y = np.ones(shape, dtype)
+    assert compared(tmp_path, x, x).is_equal
+    comparison = compared(tmp_path, x, y)
+    assert [tensor.name for tensor in comparison.tensors] == ["x"]
+    assert not comparison.is_equal
+
+
+def test_shapes_with_equal_rows_are_not_equal(tmp_path):
+    x = np.ones((2, 3, 4, 5), np.float32)
+    comparison = compared(tmp_path, x, x.reshape(2, 60))
+    assert comparison.tensors[0].note == "shapes (2, 3, 4, 5) and (2, 60)"
+    assert not comparison.is_equal
+    assert compared(tmp_path, np.zeros((0, 4), np.float32), np.zeros((0, 4), np.float32)).is_equal
+    assert compared(tmp_path, np.zeros((4, 0), np.float32), np.zeros((4, 0), np.float32)).is_equal
+
+
+def test_values_that_are_not_finite_are_equal_or_not_compared(tmp_path):
+    x = np.array([1, np.nan, np.inf], np.float32)
+    assert compared(tmp_path, x, x).is_equal
+    comparison = compared(tmp_path, x, np.ones(3, np.float32))
+    assert (comparison.tensors[0].sqnr_db, comparison.tensors[0].note) == (None, "NaN or infinities")
+    assert not comparison.is_equal
+    assert "NaN or infinities" in str(comparison)
+
+
+def test_metadata_of_safetensors_do_not_make_a_gguf_file(tmp_path):
+    x = np.ones((2, 3), np.float32)
+    assert compared(tmp_path, x, x, {"general.architecture": "llama"}).is_equal

@@ -44,6 +44,25 @@ def llama_tensors(config=CONFIG, seed=0, dtype=ml_dtypes.bfloat16):
     return tensors
 
 
+def mixtral_tensors(experts=4, seed=0):
+    """Return the tensors of a Mixtral: the feed-forward layer of each expert instead of one."""
+    tensors = {name: each for name, each in llama_tensors(seed=seed).items() if ".mlp." not in name}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.block_sparse_moe."
+        tensors[f"{prefix}gate.weight"] = llama_tensors(seed=seed)["lm_head.weight"][:experts]
+        for expert in range(experts):
+            matrices = llama_tensors(seed=seed + expert + 1)
+            for ours, theirs in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
+                name = f"model.layers.{layer}.mlp.{theirs}_proj.weight"
+                tensors[f"{prefix}experts.{expert}.{ours}.weight"] = matrices[name]
+    return tensors
+
+
+def mixtral_config(experts=4):
+    named = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    return CONFIG | named | {"num_local_experts": experts, "num_experts_per_tok": 2}
+
+
 def write_shard(path, tensors):
     header, position = {}, 0
     for name, array in tensors.items():

@@ -87,7 +87,7 @@ def test_constants_equal_those_of_the_reference_package():
         kind.name.lower(): int(kind) for kind in gguf.GGUFValueType if kind.name != "ARRAY"
     }
     for form in dt.gguf.BLOCK_FORMATS.values():
-        kind = tensor_types()[form.name.upper()]
+        kind = tensor_types()[form.type_name]
         assert (kind.number, kind.block_size, kind.block_bytes) == (form.gguf_type, form.block_size, form.block_bytes)
 
 

@@ -109,6 +109,7 @@ def test_mxfp4_moe_is_for_experts():
     types = tensor_types(model(experts=4), "MXFP4_MOE")
     assert types["blk.9.ffn_up_exps.weight"] == "MXFP4"
     assert {types["blk.9.attn_q.weight"], types["output.weight"], types["token_embd.weight"]} == {"Q8_0"}
+    assert set(tensor_types(model(), "MXFP4_MOE").values()) == {"Q8_0", "F32"}
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
 import detent.checkpoint as qc
+from detent import storage
 from detent.cli import main
 from tests.checkpoint.tiny_checkpoints import write_checkpoint
 
@@ -155,3 +157,25 @@ def test_verify_refuses_options_that_have_no_meaning(run, folder, option):
     code, _, err = run("verify", "tiny", folder / "ready.gguf", *option)
     assert code == 2
     assert option[0] in err
+
+
+def test_compare_reads_two_small_float32_files(run, tmp_path):
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        arrays = {"w": np.full((2, 3), value, np.float32), "s": np.float32(value).reshape(())}
+        storage.write_atomic(tmp_path / f"{name}.safetensors", storage.dumps(arrays, {}))
+    code, out, _ = run("compare", "a.safetensors", "b.safetensors")
+    assert code == 0
+    assert "2 tensors in both, 28 B and 28 B; 0 have equal values" in out
+    code, text, _ = run("compare", "a.safetensors", "a.safetensors", "--json")
+    assert (code, json.loads(text)["is_equal"]) == (0, True)
+    code, out, _ = run("inspect", "a.safetensors")
+    assert code == 0
+    assert "range" in out  # small files are still shown with the range of each array
+
+
+def test_compare_of_a_checkpoint_with_another_kind_of_file_says_what_to_compare(run, tmp_path):
+    storage.write_atomic(tmp_path / "a.safetensors", storage.dumps({"w": np.ones(3, np.float32)}, {}))
+    (tmp_path / "m.onnx").write_bytes(b"no model")
+    code, _, err = run("compare", "m.onnx", "a.safetensors")
+    assert code == 2
+    assert "a.safetensors is a checkpoint, but m.onnx is not: compare two checkpoints" in err

@@ -1,7 +1,11 @@
 """detent quantize --text: importance is measured, stored next to the output, and used."""
 
+import os
+
 import pytest
 
+from detent.checkpoint import collection, partial_file, row_stream
+from detent.checkpoint.partial_file import PartialFile
 from detent.checkpoint_files.importance_files import read_importance
 from detent.cli import main
 from tests.checkpoint_files.small_language_models import save_model
@@ -34,3 +38,44 @@ def test_text_measures_importance_and_keeps_its_file(model, capsys):
 def test_text_cannot_be_combined_with(option, model, capsys):
     assert main([*COMMAND, *option]) == 2
     assert f"cannot be combined with {option[0]}" in capsys.readouterr().err
+
+
+def killed(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_a_run_that_was_killed_while_it_quantized_keeps_the_importance(model, monkeypatch, capsys):
+    command = [*COMMAND, "-o", "out.gguf"]
+    assert main(command) == 0
+    expected = (model / "out.gguf").read_bytes()
+    for name in ("out.gguf", "out.imatrix.gguf"):
+        (model / name).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialFile, "finish", killed)
+        patch.setattr(partial_file, "SECONDS_BETWEEN_SYNCS", 0)
+        assert main(command) != 0
+    assert not (model / "out.gguf").exists()
+    assert (model / ".out.gguf.journal").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(collection, "_load_model", killed)  # nothing is measured again
+        patch.setattr(row_stream, "encode", killed)  # and nothing is quantized again
+        assert main(command) == 0
+    assert (model / "out.gguf").read_bytes() == expected
+    assert sorted(path.name for path in model.iterdir() if path.name.startswith(".")) == []
+    capsys.readouterr()
+
+
+def test_importance_of_another_text_or_model_is_not_used(model, capsys):
+    command = [*COMMAND, "-o", "out.gguf"]
+    assert main(command) == 0
+    (model / "out.gguf").unlink()
+    (model / "text.txt").write_text("other " + TEXT * 12, encoding="utf-8")
+    assert main(command) == 2
+    assert "out.imatrix.gguf" in capsys.readouterr().err
+    before = read_importance(model / "out.imatrix.gguf")
+    assert main([*command, "--force"]) == 0
+    after = read_importance(model / "out.imatrix.gguf")
+    assert before.origin != after.origin
+    (model / "out.gguf").unlink()
+    os.utime(model / "model" / "model.safetensors", ns=(0, 0))
+    assert main(command) == 2

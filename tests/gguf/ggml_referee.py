@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 KINDS = 17  # of data
-TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
+TYPES = (
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"),
+    "gguf.mxfp4",
+)
 
 
 def ggml():
@@ -37,7 +40,8 @@ def quantized_by_ggml(form, x, importance=None):
 def dequantized_by_ggml(form, blocks):
     """Return the float32 values of ggml's dequantize_row function."""
     values = np.empty(blocks.size // form.block_bytes * form.block_size, np.float32)
-    name = form.name[:-1] + form.name[-1].upper() if form.name.endswith("_k") else form.name
+    name = form.type_name.lower()
+    name = name[:-1] + name[-1].upper() if name.endswith("_k") else name
     function = getattr(ggml(), f"dequantize_row_{name}")
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
     blocks = np.ascontiguousarray(blocks)

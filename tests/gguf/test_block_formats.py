@@ -1,6 +1,7 @@
 """Block formats against ggml: bytes and values, with and without importance; and against bytes stored here."""
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ SIZES = {  # bytes per block and elements per block, from the definition of the 
     "q6_k": (210, 256),
     "iq4_nl": (18, 32),
     "iq4_xs": (136, 256),
+    "gguf.mxfp4": (17, 32),
 }
 
 
@@ -125,10 +127,45 @@ def test_stored_bytes_are_those_of_ggml(name):
     assert quantized_by_ggml(form, x, importance).tobytes().hex() == stored["weighted"]
 
 
-@pytest.mark.parametrize("name", [each for each in TYPES if each != "q8_0"])
+@pytest.mark.parametrize("name", [each for each in TYPES if get_block_format(each).uses_importance])
 def test_importance_changes_bytes(name):
     x, importance = golden_data()
     assert not np.array_equal(quantized(name, x), quantized(name, x, importance))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_exponents_of_mxfp4_equal_those_of_ggml_next_to_powers_of_two(kernels):
+    powers, steps = np.meshgrid(np.arange(-126, 128), np.arange(-3, 17))
+    largest = np.ldexp(1 - steps.ravel() * 2.0**-24, powers.ravel()).astype(np.float32)  # log2 of some rounds up
+    x = largest[:, None] * np.linspace(1, -1, 32, dtype=np.float32)
+    with dt.use_kernels(kernels):
+        assert_equals_ggml(dt.gguf.mxfp4, x, None)
+    exponents = dt.quantize(x, dt.gguf.mxfp4, scales="keep").blocks[:, 0].astype(int)
+    assert (exponents[largest >= 2.0**-125] == np.floor(np.log2(largest))[largest >= 2.0**-125] + 125).all()
+    assert (exponents[largest >= 2.0**-125] > np.frexp(largest)[1][largest >= 2.0**-125] + 124).any()
+
+
+def test_mxfp4_of_gguf_rounds_ties_to_smaller_magnitudes_and_the_spec_to_even():
+    x = np.array([[4, 0.75, 2.5, -0.75, *[0] * 28]], np.float32)
+    assert dt.quantize(x, "gguf.mxfp4").dequantize()[0, :4].tolist() == [4, 0.5, 2, -0.5]
+    assert dt.quantize(x, "mxfp4").dequantize()[0, :4].tolist() == [4, 1, 2, -1]
+
+
+def test_mxfp4_rejects_blocks_below_the_lowest_exponent():
+    x = np.full((2, 64), 1e-3, np.float32)
+    x[1, 32:] = 1e-39
+    with pytest.raises(dt.ParamsError, match=r"1 of 4 gguf.mxfp4 blocks are below 2\^-127.*first in block 3.*1e-39"):
+        dt.quantize(x, dt.gguf.mxfp4)
+    assert not dt.quantize(x, dt.gguf.mxfp4, scales="keep").dequantize()[1, 32:].any()
+    x[1, 32:] = 3e38  # the same byte as that of a tiny block is correct here
+    assert dt.quantize(x, dt.gguf.mxfp4).dequantize()[1, 32] > 2e38
+
+
+def test_mxfp4_of_gguf_keeps_its_name_in_recipes_and_pickles():
+    recipe = dt.Recipe([dt.Rule("blk.*_exps", weight=dt.gguf.mxfp4)])
+    assert dt.Recipe.from_json(recipe.to_json()) == recipe
+    assert pickle.loads(pickle.dumps(dt.gguf.mxfp4)) is dt.gguf.mxfp4
+    assert (repr(dt.gguf.mxfp4), str(dt.gguf.mxfp4)) == ("dt.gguf.mxfp4", "gguf.mxfp4")
 
 
 def test_importance_reduces_the_weighted_error():

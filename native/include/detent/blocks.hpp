@@ -7,6 +7,7 @@ namespace detent {
 
 enum class BlockType : int {
   q4_0 = 2, q4_1 = 3, q5_0 = 6, q5_1 = 7, q8_0 = 8, q2_k = 10, q3_k = 11, q4_k = 12, q5_k = 13, q6_k = 14, iq4_nl = 20, iq4_xs = 23,
+  mxfp4 = 39,
 };
 
 struct BlockShape {
@@ -27,6 +28,7 @@ constexpr BlockShape block_shape(BlockType type) {
     case BlockType::q6_k: return {256, 210};
     case BlockType::iq4_nl: return {32, 18};
     case BlockType::iq4_xs: return {256, 136};
+    case BlockType::mxfp4: return {32, 17};
   }
   return {};
 }

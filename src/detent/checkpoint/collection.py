@@ -5,6 +5,8 @@ column, in float64; experts get the tokens that the router sends them. One pass 
 of a text can be collected apart, on several machines, and merged (``Importance.merged``).
 """
 
+import hashlib
+import json
 import logging
 import os
 import re
@@ -17,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from detent import __version__
+from detent.checkpoint.sources import files_digest
 from detent.checkpoint.sources import open as open_checkpoint
 from detent.checkpoint_files.architectures import GgufModel, gguf_model
-from detent.checkpoint_files.importance_files import ColumnSums, Importance
+from detent.checkpoint_files.importance_files import ColumnSums, Importance, read_importance
 from detent.checkpoint_files.tensor_source import TensorSource
 from detent.errors import DtypeError, FileFormatError, RangeError, ShapeError, SpecError, UnsupportedError
 from detent.storage import check_directory
@@ -27,11 +31,13 @@ from detent.storage import check_directory
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["collect"]
+__all__ = ["collect", "collected"]
 
 TextOrTokens = str | os.PathLike[str] | Sequence[int] | NDArray[Any]
+DEFAULT_CHUNK_SIZE = 512  # tokens, as in llama.cpp
 MAX_TEXT_BYTES = 1 << 30
 MAX_NAME_CHARS = 1024  # a longer text is not compared with names of files
+_MODEL_FILES = ("config.json", "tokenizer*", "*.model", "vocab.*", "merges.txt", "*_tokens*.json")
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 
@@ -40,10 +46,11 @@ def collect(
     data: TextOrTokens,
     output: str | os.PathLike[str] | None = None,
     *,
-    chunk_size: int = 512,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
     max_chunks: int | None = None,
     include_output: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    resume: bool = False,
 ) -> Importance:
     """Measure the importance of the columns of all weights on a text.
 
@@ -56,6 +63,7 @@ def collect(
         max_chunks: number of chunks to use at most.
         include_output: whether to measure the output matrix, too; llama.cpp does not by default.
         progress: function that is called with the number of chunks that are done, and the number of all chunks.
+        resume: read ``output`` instead, if an earlier call wrote it with the same model, data and options.
 
     Raises:
         UnsupportedError: transformers or torch is missing, or the model has modules that are not supported.
@@ -70,15 +78,51 @@ def collect(
     opened = source if isinstance(source, TensorSource) else open_checkpoint(source)
     if opened.path is None or opened.config is None:
         raise UnsupportedError("importance is collected with transformers: pass a directory with config.json")
+    origin = _origin(opened, opened.path, data, [chunk_size, max_chunks, include_output])
+    if resume and output is not None and (kept := _kept(Path(output), origin)) is not None:
+        return kept
     target = gguf_model(opened, vocabulary=False)
     model = _load_model(opened.path)
     chunks = _chunks(opened.path, data, chunk_size, max_chunks, int(target.value("{arch}.vocab_size")))
     sums = _run(model, target, chunks, progress, include_output=include_output)
     name = Path(data).name if isinstance(data, os.PathLike) else "text" if isinstance(data, str) else "tokens"
-    importance = Importance(sums, (name,), len(chunks), chunk_size)
+    importance = Importance(sums, (name,), len(chunks), chunk_size, origin=origin)
     if output is not None:
         importance.save(output)
     return importance
+
+
+def collected(source: str | os.PathLike[str], data: TextOrTokens, output: Path) -> Importance | None:
+    """Return the importance in ``output`` if ``collect`` wrote it with this model and data, and default options."""
+    opened = open_checkpoint(source)
+    if opened.path is None or not output.is_file():
+        return None
+    return _kept(output, _origin(opened, opened.path, data, [DEFAULT_CHUNK_SIZE, None, False]))
+
+
+def _origin(source: TensorSource, path: Path, data: TextOrTokens, options: list[object]) -> str:
+    """Return a digest of everything that importance depends on."""
+    others = sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern) if file.is_file()})
+    if isinstance(data, str | os.PathLike):
+        text = data if isinstance(data, str) else _read_text(Path(data))
+        content = hashlib.sha256(text.encode(errors="surrogatepass"))
+    else:
+        tokens = np.asarray(data)
+        content = hashlib.sha256(json.dumps([tokens.dtype.str, tokens.shape]).encode() + tokens.tobytes())
+    files = files_digest([*source.files, *others])
+    facts = [__version__, source.digest, files, type(data) is str, content.hexdigest(), *options]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _kept(output: Path, origin: str) -> Importance | None:
+    """Return the importance in a file if it has this origin."""
+    if not output.is_file():
+        return None
+    try:
+        importance = read_importance(output)
+    except (FileFormatError, UnsupportedError):
+        return None
+    return importance if importance.origin == origin else None
 
 
 def _load_model(path: Path) -> "nn.Module":

@@ -30,7 +30,7 @@ from detent.checkpoint_files.target_model import GgufModel, MetadataEntry, Targe
 from detent.checkpoint_files.tensor_source import TensorSource
 from detent.codec import parse
 from detent.errors import ShapeError, SpecError, UnsupportedError
-from detent.gguf import find_block_format
+from detent.gguf import find_block_format, type_format
 from detent.recipe import Recipe, get_recipe
 
 __all__ = ["CONVERSION_KEY", "Conversion", "ConvertedTensor", "decide_conversion", "recorded_conversion"]
@@ -143,6 +143,8 @@ def decide_conversion(
     )
     used, notes = _fitting_importance(weights, tensors, is_given=importance is not None)
     requantized = sum(find_block_format(tensor.dtype) is not None for tensor in opened.values())
+    if mixture == "MXFP4_MOE" and "MXFP4" not in types.values():
+        notes += ("the model has no experts, which MXFP4_MOE stores in MXFP4: all weights are Q8_0, as in llama.cpp",)
     if requantized:
         notes += (f"{requantized} tensors of the source are already quantized: quantizing a float source loses less",)
     return Conversion(opened, GGUF_PREFIX + mixture, tuple(entries), layout, tensors, used, digest, scales, notes)
@@ -227,7 +229,7 @@ def _apply_recipe(
     layers = {
         each.name: (each.name.removesuffix(".weight"), ["Embedding" if "token_embd" in each.name else "Linear"])
         for each in model.tensors
-        if find_block_format(types[each.name].lower()) is not None or types[each.name] in ("F16", "BF16")
+        if type_format(types[each.name]) is not None or types[each.name] in ("F16", "BF16")
     }
     recipe.check_matched(layers.values())
     for target in model.tensors:
@@ -250,12 +252,12 @@ def _recipe_type(weight: object, target: TargetTensor) -> tuple[str, str]:
         )
     form = weight.fallback_for(target.shape)
     if form is weight:
-        return weight.name.upper(), "set by the recipe"
-    name = "F16" if form is None else form.name.upper()
-    return name, f"{name} instead of {weight.name.upper()}: rows of {target.shape[-1]} do not fit its blocks"
+        return weight.type_name, "set by the recipe"
+    name = "F16" if form is None else form.type_name
+    return name, f"{name} instead of {weight.type_name}: rows of {target.shape[-1]} do not fit its blocks"
 
 
 def _check_encodable(types: Mapping[str, str]) -> None:
     for name, kind in types.items():
-        if kind not in PLAIN_TYPES and find_block_format(kind.lower()) is None:
+        if kind not in PLAIN_TYPES and type_format(kind) is None:
             raise UnsupportedError(f"tensor {name} would get type {kind}, which detent cannot write yet: use Q8_0")

@@ -6,8 +6,6 @@ an executor, workers do all three steps, and write into the partial file at know
 both cases, and with any number of workers.
 """
 
-import hashlib
-import json
 import os
 import time
 import zlib
@@ -30,6 +28,7 @@ from detent.checkpoint.conversion import (
 from detent.checkpoint.conversion_report import ConversionPlan, ConversionReport, tensor_lines
 from detent.checkpoint.partial_file import PartialFile
 from detent.checkpoint.row_items import Bytes, ItemDone, RowItem, encode, item_environment, load, run_item
+from detent.checkpoint.sources import files_digest
 from detent.checkpoint_files.tensor_source import StoredTensor, TensorSource
 from detent.checks import as_integer
 from detent.errors import SpecError
@@ -208,14 +207,10 @@ def _largest_item(tensor: ConvertedTensor, chunk: int) -> int:
 
 def _identity(conversion: Conversion) -> dict[str, Any]:
     """Return what identifies a job: the files of the source, and all decisions."""
-    files = []
-    for path in conversion.source.files:
-        status = path.stat()
-        files.append([path.name, status.st_size, status.st_mtime_ns])
     return {
         "detent": __version__,
         "source": conversion.source.digest,
-        "files": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+        "files": files_digest(conversion.source.files),
         "importance": conversion.importance_digest,
         "scales": conversion.scales,
     }

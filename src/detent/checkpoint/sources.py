@@ -1,6 +1,9 @@
 """Checkpoints of any supported format, opened by one function."""
 
+import hashlib
+import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from detent.checkpoint_files.gguf_reader import is_gguf, open_gguf
@@ -8,7 +11,7 @@ from detent.checkpoint_files.safetensors_files import INDEX, open_safetensors
 from detent.checkpoint_files.tensor_source import TensorSource
 from detent.errors import DtypeError, FileFormatError
 
-__all__ = ["open"]
+__all__ = ["files_digest", "open"]
 
 
 def open(path: str | os.PathLike[str]) -> TensorSource:  # noqa: A001 - called as qc.open
@@ -58,3 +61,12 @@ def _open_directory(directory: Path) -> TensorSource:
             raise FileFormatError(f"{directory} has {len(models)} GGUF models: pass the path of one of them")
         return open_gguf(models[0])
     return open_safetensors(directory)
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """Return a digest of names, sizes and times of change, which identifies files without reading them."""
+    facts = []
+    for path in files:
+        status = path.stat()
+        facts.append([path.name, status.st_size, status.st_mtime_ns])
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -7,15 +7,16 @@ other is converted to the names and layout of GGUF files first. So a quantized f
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import inf
+from math import inf, isfinite, prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from detent.checkpoint.conversion import SourceLike
 from detent.checkpoint.sources import open as open_checkpoint
 from detent.checkpoint_files.architectures import gguf_model
-from detent.checkpoint_files.target_model import ExpertRows, SourceRows, TargetTensor
+from detent.checkpoint_files.target_model import ExpertRows, TargetTensor
 from detent.checkpoint_files.tensor_source import TensorSource
 from detent.codec import encode as storable
 from detent.metrics import SignalNoise
@@ -36,7 +37,8 @@ class TensorComparison:
         name: name of the tensor.
         types: type in the first and the second checkpoint.
         nbytes: bytes in the first and the second checkpoint.
-        sqnr_db: SQNR of the second against the first, in dB; infinite if all values are equal, None if not compared.
+        sqnr_db: SQNR of the second against the first, in dB; infinite if all values are equal as float32, None if not
+            compared.
         note: why the values were not compared, or "".
     """
 
@@ -112,7 +114,7 @@ def compare(first: SourceLike, second: SourceLike) -> CheckpointComparison:
         UnsupportedError: one is a GGUF file, and the architecture of the other is unknown.
     """
     sources = [each if isinstance(each, TensorSource) else open_checkpoint(each) for each in (first, second)]
-    is_gguf = any("general.architecture" in source.metadata for source in sources)
+    is_gguf = any(source.metadata_types for source in sources)
     a, b = (_targets(source, is_gguf=is_gguf) for source in sources)
     tensors = tuple(_compared(a[name], b[name], *sources) for name in a if name in b)
     only = tuple(name for name in a if name not in b), tuple(name for name in b if name not in a)
@@ -127,31 +129,46 @@ def _targets(source: TensorSource, *, is_gguf: bool) -> Mapping[str, TargetTenso
     """Return functions that compute rows, by the names of GGUF files or by the source's own names."""
     if is_gguf:
         return {target.name: target for target in gguf_model(source, vocabulary=False).tensors}
-    targets = {}
-    for name, tensor in source.items():
-        if not tensor.shape:
-            continue
-        if len(tensor.shape) == 3:
-            layout: SourceRows | ExpertRows = ExpertRows(0, tensor.shape[1])
-            targets[name] = TargetTensor(name, tensor.shape, (name,), layout)
-        elif len(tensor.shape) < 3:
-            targets[name] = TargetTensor(name, tensor.shape, (name,))
-    return targets
+    return {name: _own_target(name, tensor.shape) for name, tensor in source.items()}
+
+
+def _own_target(name: str, shape: tuple[int, ...]) -> TargetTensor:
+    """Return the rows of a tensor of any rank: a number is one row, and axes after the third are part of a row."""
+    if len(shape) == 3:
+        return TargetTensor(name, shape, (name,), ExpertRows(0, shape[1]))
+    return TargetTensor(name, (shape[0], prod(shape[1:])) if len(shape) > 3 else shape or (1,), (name,))
 
 
 def _compared(a: TargetTensor, b: TargetTensor, first: TensorSource, second: TensorSource) -> TensorComparison:
     types = _type(a, first), _type(b, second)
     nbytes = _nbytes(a, first), _nbytes(b, second)
-    if a.shape != b.shape:
-        return TensorComparison(a.name, types, nbytes, None, f"shapes {a.shape} and {b.shape}")
+    shapes = _shape(a, first), _shape(b, second)
+    if shapes[0] != shapes[1]:
+        return TensorComparison(a.name, types, nbytes, None, f"shapes {shapes[0]} and {shapes[1]}")
     powers, is_equal = SignalNoise(), True
-    step = max(1, CHUNK_ELEMENTS // a.columns)
+    step = max(1, CHUNK_ELEMENTS // max(a.columns, 1))
     for start in range(0, a.row_count, step):
         stop = min(start + step, a.row_count)
-        x, y = a.rows(first, start, stop), b.rows(second, start, stop)
-        is_equal = is_equal and bool(np.array_equal(x, y))
-        powers.add(x, y)
+        x, y = _rows(a, first, start, stop), _rows(b, second, start, stop)
+        is_equal = is_equal and bool(np.array_equal(x, y, equal_nan=True))
+        with np.errstate(all="ignore"):
+            powers.add(x, y)
+    if not is_equal and not (isfinite(powers.signal) and isfinite(powers.noise)):
+        return TensorComparison(a.name, types, nbytes, None, "NaN or infinities")
     return TensorComparison(a.name, types, nbytes, inf if is_equal else powers.sqnr_db)
+
+
+def _rows(target: TargetTensor, source: TensorSource, start: int, stop: int) -> NDArray[np.float32]:
+    """Return rows as float32; truth values are 0 and 1."""
+    if _type(target, source) != "bool":
+        return target.rows(source, start, stop)
+    values = source[target.sources[0]].read().astype(np.float32)
+    return values.reshape(target.row_count, target.columns)[start:stop]
+
+
+def _shape(target: TargetTensor, source: TensorSource) -> tuple[int, ...]:
+    """Return the shape in the file, if the tensor has its own name; else the shape in GGUF files."""
+    return source[target.name].shape if target.sources == (target.name,) else target.shape
 
 
 def _type(target: TargetTensor, source: TensorSource) -> str:

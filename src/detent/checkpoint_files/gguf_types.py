@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from detent.errors import UnsupportedError, install_hint
+from detent.gguf import type_format
 
 __all__ = ["VALUE_TYPES", "TensorType", "tensor_types", "types_by_number"]
 
@@ -90,9 +91,9 @@ def tensor_types() -> Mapping[str, TensorType]:
     types = {}
     for kind in GGMLQuantizationType:
         size, nbytes = GGML_QUANT_SIZES[kind]
-        types[kind.name] = TensorType(
-            kind.name, int(kind), int(size), int(nbytes), _ELEMENTS.get(kind.name, kind.name.lower())
-        )
+        form = type_format(kind.name)
+        dtype = _ELEMENTS.get(kind.name, kind.name.lower()) if form is None else form.name
+        types[kind.name] = TensorType(kind.name, int(kind), int(size), int(nbytes), dtype)
     return MappingProxyType(types)
 
 

@@ -34,6 +34,7 @@ __all__ = ["ColumnSums", "Importance", "read_importance", "write_importance"]
 MAX_ENTRIES, MAX_NAME_BYTES = 1 << 20, 1 << 12
 SUMS, COUNTS = ".in_sum2", ".counts"
 DATASETS, CHUNKS, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
+ORIGIN = "detent.collection"  # llama.cpp ignores it
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Importance(Mapping[str, NDArray[np.float32]]):
         datasets: names of the texts.
         chunk_count: number of chunks of text.
         chunk_size: tokens per chunk.
+        origin: digest of what the importance was measured with, or ""; only GGUF files have it.
 
     >>> sums = ColumnSums(np.array([[2.0, 8.0]]), np.array([4.0]))
     >>> importance = Importance({"blk.0.attn_q.weight": sums})
@@ -98,6 +100,7 @@ class Importance(Mapping[str, NDArray[np.float32]]):
     chunk_count: int = 0
     chunk_size: int = 0
     path: str = field(default="", compare=False)
+    origin: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", MappingProxyType(dict(self.columns)))
@@ -192,7 +195,8 @@ def _from_gguf(source: TensorSource, path: str) -> Importance:
     if isinstance(datasets, str) or not all(isinstance(each, str) for each in datasets):
         raise FileFormatError(f"{path}: {DATASETS} must be a list of strings")
     chunks, size = _count(source, CHUNKS, path), _count(source, CHUNK_SIZE, path)
-    return Importance(columns, tuple(datasets), chunks, size, path)
+    origin = source.metadata.get(ORIGIN, "")
+    return Importance(columns, tuple(datasets), chunks, size, path, origin if isinstance(origin, str) else "")
 
 
 def _count(source: TensorSource, key: str, path: str) -> int:
@@ -203,12 +207,14 @@ def _count(source: TensorSource, key: str, path: str) -> int:
 
 
 def _gguf_bytes(importance: Importance) -> bytes:
-    entries = [
+    entries: list[tuple[str, str, Any]] = [
         ("general.type", "string", "imatrix"),
         (DATASETS, "array:string", importance.datasets),
         (CHUNKS, "uint32", importance.chunk_count),
         (CHUNK_SIZE, "uint32", importance.chunk_size),
     ]
+    if importance.origin:
+        entries.append((ORIGIN, "string", importance.origin))
     arrays: dict[str, NDArray[np.float32]] = {}
     for name, column in sorted(importance.columns.items()):
         arrays[name + SUMS] = column.sums.astype("<f4")

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from detent.checkpoint_files.target_model import GgufModel, MetadataEntry, TargetTensor
 from detent.errors import SpecError, closest
-from detent.gguf import BLOCK_FORMATS
+from detent.gguf import BLOCK_FORMATS, type_format
 
 __all__ = [
     "FILE_TYPES",
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 QUANTIZATION_VERSION = 2
-MXFP4_BLOCK = 32  # elements
 _BLOCK_NUMBER = regex(r"blk\.(\d+)\.")
 # Weights that llama.cpp does not quantize, among those that the architectures of detent have.
 _FLOAT_PARTS = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
@@ -246,7 +245,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 )
 # The type that llama.cpp uses if rows do not fit: that of the block format, or float16.
 _FALLBACKS: Mapping[str, str] = MappingProxyType(
-    {form.name.upper(): form.fallback.upper() or "F16" for form in BLOCK_FORMATS.values()}
+    {form.type_name: form.fallback.upper() or "F16" for form in BLOCK_FORMATS.values()}
 )
 
 
@@ -372,8 +371,8 @@ def _mixture_type(mixture: Mixture, role: TensorRole, tensor: TargetTensor) -> s
 
 
 def _block_size(name: str) -> int:
-    form = BLOCK_FORMATS.get(name.lower())
-    return form.block_size if form is not None else MXFP4_BLOCK if name == "MXFP4" else 1
+    form = type_format(name)
+    return 1 if form is None else form.block_size
 
 
 def _fitting(name: str, columns: int) -> str:

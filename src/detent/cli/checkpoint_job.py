@@ -14,6 +14,7 @@ from detent.checkpoint import (
     quantize,
     verify,
 )
+from detent.checkpoint.collection import collected
 from detent.checkpoint.conversion import mixture_of
 from detent.cli.exits import DIFFERENCE, check_can_write, check_distinct, check_report_path, fail
 from detent.cli.options import recipe_file
@@ -123,7 +124,8 @@ class CheckpointJob:
         check_can_write(self.target, force=force or dry_run, suffixes=(".gguf",), is_written=is_written)
         check_report_path(self.report, force=force or dry_run, is_written=is_written)
         if self.text is not None:
-            check_can_write(self.importance_file, force=force, suffixes=(".gguf",))
+            is_kept = collected(self.source, self.text, self.importance_file) is not None
+            check_can_write(self.importance_file, force=force or is_kept, suffixes=(".gguf",))
 
     def dry_run(self, screen: Screen) -> None:
         """Print what would be written."""
@@ -132,12 +134,15 @@ class CheckpointJob:
         screen.emit({"model": str(self.source), "output": str(self.target), **estimate.document()})
 
     def _with_importance(self, screen: Screen) -> dict[str, Any]:
-        """Measure importance on --text, if given; return the options with the file that contains it."""
+        """Measure importance on --text, if given; return the options with the file that contains it.
+
+        A run that was killed after this step left the file, which the next run of the same job reads.
+        """
         if self.text is None:
             return self.options
         screen.note(f"measuring importance on {self.text}: {self.importance_file}")
         with screen.progress("measuring importance") as step:
-            collect(self.source, self.text, self.importance_file, progress=step)
+            collect(self.source, self.text, self.importance_file, progress=step, resume=True)
         return {**self.options, "importance": self.importance_file}
 
     def run(

@@ -85,6 +85,9 @@ def run(
             raise SpecError("checkpoints are compared without other options: pass only A, B and --json")
         _compare_checkpoints(first, second, Screen(as_json=as_json, quiet=quiet, verbose=verbose))
         return
+    if is_checkpoint(first) or is_checkpoint(second):
+        one, other = (first, second) if is_checkpoint(first) else (second, first)
+        raise SpecError(f"{one} is a checkpoint, but {other} is not: compare two checkpoints, or two models or reports")
     from detent import report as qr  # noqa: PLC0415 - it may load ONNX
 
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)

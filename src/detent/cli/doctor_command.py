@@ -12,7 +12,7 @@ import typer
 
 from detent import __version__
 from detent.cli.exits import DIFFERENCE, fail, require
-from detent.cli.options import OUTPUT, AsJson, Quiet, Verbose
+from detent.cli.options import OUTPUT, WORK, AsJson, Quiet, Verbose
 from detent.cli.screen import Screen
 from detent.cluster import cluster_nodes, ray_executor
 from detent.errors import EXTRAS, SpecError, install_hint
@@ -72,7 +72,10 @@ def run(
     see: Annotated[
         list[str] | None,
         typer.Option(
-            "--see", metavar="PATH", help="With --ray: a file or directory that every node must see.", hidden=True
+            "--see",
+            metavar="PATH",
+            help="With --ray: a file or directory that every node must see.",
+            rich_help_panel=WORK,
         ),
     ] = None,
     as_json: AsJson = False,

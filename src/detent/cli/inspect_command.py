@@ -140,7 +140,7 @@ def run(
 ) -> None:
     """Show the contents of a file; see ``HELP``."""
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
-    if is_checkpoint(file):
+    if is_checkpoint(file) and not _is_small_safetensors(file):
         from detent.cli.checkpoint_contents import checkpoint_contents  # noqa: PLC0415 - loaded only if needed
 
         checkpoint = checkpoint_contents(file)
@@ -165,21 +165,23 @@ def run(
 
 
 def is_checkpoint(file: Path) -> bool:
-    """Return whether a path is a checkpoint: a directory, a GGUF file, or safetensors that detent did not write."""
+    """Return whether a path is a checkpoint: a directory, a GGUF file, or a safetensors file."""
     from detent.checkpoint_files.gguf_reader import is_gguf  # noqa: PLC0415 - loaded only if needed
-    from detent.checkpoint_files.safetensors_files import INDEX, open_safetensors  # noqa: PLC0415
+    from detent.checkpoint_files.safetensors_files import INDEX  # noqa: PLC0415
 
     if file.is_dir() or file.name == INDEX:
         return True
-    if not file.is_file():
-        return False
-    if is_gguf(file):
-        return True
-    if not _is_safetensors(file):
+    return file.is_file() and (is_gguf(file) or _is_safetensors(file))
+
+
+def _is_small_safetensors(file: Path) -> bool:
+    """Return whether a file can be read as arrays, to show their ranges, as those that detent writes."""
+    from detent.checkpoint_files.safetensors_files import open_safetensors  # noqa: PLC0415 - loaded only if needed
+
+    if not file.is_file() or not _is_safetensors(file):
         return False
     source = open_safetensors(file)
-    is_small = source.nbytes <= MAX_ARRAY_BYTES and all(tensor.dtype in OWN_DTYPES for tensor in source.values())
-    return not is_small
+    return source.nbytes <= MAX_ARRAY_BYTES and all(tensor.dtype in OWN_DTYPES for tensor in source.values())
 
 
 def _is_safetensors(file: Path) -> bool:

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACCURACY",
+    "CHECKPOINTS",
     "CHECKS",
     "DATA",
     "OUTPUT",
+    "WORK",
     "AsJson",
     "BatchSize",
     "CalibrationData",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 DATA, ACCURACY, CHECKS, OUTPUT = "Data", "Accuracy", "Checks", "Output"
+CHECKPOINTS, WORK = "Checkpoints", "Work"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print only one JSON document on stdout.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.", rich_help_panel=OUTPUT)]
@@ -107,7 +110,7 @@ Preprocess = Annotated[
 ]
 Tokenizer = Annotated[
     Path | None,
-    typer.Option("--tokenizer", metavar="FILE", help="The tokenizer.json for a .txt file.", hidden=True),
+    typer.Option("--tokenizer", metavar="FILE", help="The tokenizer.json for a .txt file.", rich_help_panel=DATA),
 ]
 Skip = Annotated[
     list[str] | None,

@@ -23,9 +23,11 @@ from detent.cli.exits import (
 )
 from detent.cli.options import (
     ACCURACY,
+    CHECKPOINTS,
     CHECKS,
     DATA,
     OUTPUT,
+    WORK,
     AsJson,
     BatchSize,
     CalibrationData,
@@ -86,25 +88,9 @@ def run(
     batch_size: BatchSize = None,
     preprocess: Preprocess = None,
     tokenizer: Tokenizer = None,
-    memory_budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Limit activation memory, e.g. to 500MB.",
-            show_default="no limit",
-            hidden=True,
-        ),
-    ] = None,
-    resume_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Save calibration state; resume if the file exists.", hidden=True),
-    ] = None,
-    workers: Workers = None,
-    ray: Ray = None,
-    work_directory: WorkDirectory = None,
-    allow_quantized: Annotated[
+    trust_model: Annotated[
         bool,
-        typer.Option("--allow-quantized", help="Accept a model that is already partly quantized.", hidden=True),
+        typer.Option("--trust-model", help="Load a .pt2 file, which can execute code from it.", rich_help_panel=DATA),
     ] = False,
     recipe: Annotated[
         str,
@@ -115,35 +101,6 @@ def run(
             rich_help_panel=ACCURACY,
         ),
     ] = "w8a8",
-    to: Annotated[
-        str | None,
-        typer.Option(
-            "--to",
-            metavar="FORMAT",
-            help="For checkpoints: gguf:Q4_K_M, gguf:Q8_0, ...",
-            show_default=False,
-            rich_help_panel=ACCURACY,
-        ),
-    ] = None,
-    importance: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Importance matrix for --to.", show_default=False, hidden=True),
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Text to measure importance on for --to.", show_default=False, hidden=True),
-    ] = None,
-    pre_tokenizer: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Pre-tokenizer of llama.cpp for --to.", show_default="found", hidden=True),
-    ] = None,
-    no_vocabulary: Annotated[
-        bool, typer.Option("--no-vocabulary", help="Write no tokenizer with --to.", hidden=True)
-    ] = False,
-    keep_scales: Annotated[
-        bool,
-        typer.Option("--keep-scales", help="Accept scales that are 0 or infinite in float16 with --to.", hidden=True),
-    ] = False,
     target: Annotated[
         str,
         typer.Option(
@@ -185,24 +142,94 @@ def run(
     skip: Skip = None,
     metric: Metric = None,
     max_drop: MaxDrop = None,
+    allow_quantized: Annotated[
+        bool,
+        typer.Option(
+            "--allow-quantized", help="Accept a model that is already partly quantized.", rich_help_panel=ACCURACY
+        ),
+    ] = False,
     no_keep_float: Annotated[
-        bool, typer.Option("--no-keep-float", help="No float fallback: quantize even the noisiest layers.", hidden=True)
+        bool,
+        typer.Option(
+            "--no-keep-float", help="No float fallback: quantize even the noisiest layers.", rich_help_panel=ACCURACY
+        ),
     ] = False,
     float16: Annotated[
-        bool, typer.Option("--float16", help="Store float parts of a float16 model in float16.", hidden=True)
-    ] = False,
-    # Hidden, because the help of MODEL and the error message name it.
-    trust_model: Annotated[
-        bool, typer.Option("--trust-model", help="Load a .pt2 file, which can execute code from it.", hidden=True)
+        bool,
+        typer.Option("--float16", help="Store float parts of a float16 model in float16.", rich_help_panel=ACCURACY),
     ] = False,
     no_equalize: Annotated[
-        bool, typer.Option("--no-equalize", help="Skip cross-layer equalization.", hidden=True)
+        bool, typer.Option("--no-equalize", help="Skip cross-layer equalization.", rich_help_panel=ACCURACY)
     ] = False,
-    no_smooth: Annotated[bool, typer.Option("--no-smooth", help="Skip SmoothQuant.", hidden=True)] = False,
+    no_smooth: Annotated[bool, typer.Option("--no-smooth", help="Skip SmoothQuant.", rich_help_panel=ACCURACY)] = False,
     no_bias_correction: Annotated[
-        bool, typer.Option("--no-bias-correction", help="Skip bias correction.", hidden=True)
+        bool, typer.Option("--no-bias-correction", help="Skip bias correction.", rich_help_panel=ACCURACY)
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Random seed.", hidden=True)] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Random seed.", rich_help_panel=ACCURACY)
+    ] = 0,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="gguf:Q4_K_M, gguf:Q8_0, ...; makes MODEL a checkpoint",
+            show_default=False,
+            rich_help_panel=CHECKPOINTS,
+        ),
+    ] = None,
+    importance: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Importance matrix, weights columns in the search.",
+            show_default=False,
+            rich_help_panel=CHECKPOINTS,
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text on which importance is measured.",
+            show_default=False,
+            rich_help_panel=CHECKPOINTS,
+        ),
+    ] = None,
+    pre_tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Pre-tokenizer, by llama.cpp's name.",
+            show_default="found",
+            rich_help_panel=CHECKPOINTS,
+        ),
+    ] = None,
+    no_vocabulary: Annotated[
+        bool, typer.Option("--no-vocabulary", help="Write no tokenizer.", rich_help_panel=CHECKPOINTS)
+    ] = False,
+    keep_scales: Annotated[
+        bool,
+        typer.Option(
+            "--keep-scales", help="Accept scales that are 0 or infinite in float16.", rich_help_panel=CHECKPOINTS
+        ),
+    ] = False,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Limit activations, or rows in work, e.g. to 500MB.",
+            show_default="none; 4 GB with --to",
+            rich_help_panel=WORK,
+        ),
+    ] = None,
+    resume_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Save calibration state; resume if the file exists.", rich_help_panel=WORK),
+    ] = None,
+    workers: Workers = None,
+    ray: Ray = None,
+    work_directory: WorkDirectory = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Write nothing; estimate size, memory and time.", rich_help_panel=CHECKS),

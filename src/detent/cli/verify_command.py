@@ -102,7 +102,7 @@ def run(
     ] = None,
     importance: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Importance matrix that a GGUF file was made with.", hidden=True),
+        typer.Option(metavar="FILE", help="Importance matrix that a GGUF file was made with.", rich_help_panel=DATA),
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from detent.cli.options import WORK
 from detent.cluster import process_executor, ray_executor
 from detent.errors import SpecError
 from detent.tables import counted
@@ -22,15 +23,17 @@ SECONDS_ALIVE = 30.0  # a worker counts as alive if it has finished an item in t
 
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", min=1, metavar="N", help="Processes of this machine that share the work.", hidden=True),
+    typer.Option(
+        "--workers", min=1, metavar="N", help="Processes of this machine that share the work.", rich_help_panel=WORK
+    ),
 ]
 Ray = Annotated[
     str | None,
-    typer.Option("--ray", metavar="ADDRESS", help="Ray cluster: HOST:PORT, auto, or local.", hidden=True),
+    typer.Option("--ray", metavar="ADDRESS", help="Ray cluster: HOST:PORT, auto, or local.", rich_help_panel=WORK),
 ]
 WorkDirectory = Annotated[
     Path | None,
-    typer.Option("--work-directory", metavar="DIR", help="A directory that all workers see.", hidden=True),
+    typer.Option("--work-directory", metavar="DIR", help="A directory that all workers see.", rich_help_panel=WORK),
 ]
 
 

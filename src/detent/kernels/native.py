@@ -148,7 +148,7 @@ Array = NDArray[Any]
 MAX_RUNNERS = 4096  # size of the cache
 MAX_LEAD = 8  # largest number of axes, equal to kMaxLead in layout.hpp
 MAX_LEVELS = 16  # largest number of codebook levels, the size of an array in codec.hpp
-BLOCK_TYPES = frozenset({2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23})  # the block formats in blocks.hpp
+BLOCK_TYPES = frozenset({2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39})  # the block formats in blocks.hpp
 MAX_SIZE = 1 << 57  # number of elements whose bits can still be counted in int64
 
 

@@ -144,7 +144,7 @@ def _type_of(tensor: TargetTensor, source: TensorSource, state: Mapping[str, Blo
                 f"{quantized[0]} has a block format, but GGUF files store it as {tensor.name}, whose rows are not rows "
                 "of this weight: exclude the layer from the recipe"
             )
-        formats = {state[name].format.name.upper() for name in quantized}
+        formats = {state[name].format.type_name for name in quantized}
         if len(formats) > 1:
             raise UnsupportedError(f"{tensor.name} joins weights of formats {', '.join(sorted(formats))}: use one")
         return formats.pop()

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from detent.checkpoint_files.architectures import ARCHITECTURES, gguf_model
-from detent.checkpoint_files.tensor_source import TensorSource
-from detent.errors import FileFormatError, UnsupportedError
+from detent.checkpoint_files.tensor_source import ArrayTensor, TensorSource
+from detent.errors import FileFormatError, SpecError, UnsupportedError
 from tests.checkpoint_files.gguf_files import llama_arrays, llama_config, llama_source
 
 
@@ -177,3 +177,42 @@ def test_the_table_has_the_promised_architectures():
     names = {architecture.name for architecture in ARCHITECTURES.values()}
     assert names == {"llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "gpt2"}
     assert {"MistralForCausalLM", "MixtralForCausalLM"} <= set(ARCHITECTURES)
+
+
+def gguf_source(tokenizer, *, has_size=False):
+    """Return an opened GGUF file in memory, with a vocabulary of two tokens."""
+    entries = {
+        "general.architecture": ("string", "gemma3"),
+        "tokenizer.ggml.model": ("string", tokenizer),
+        "tokenizer.ggml.pre": ("string", "default"),
+        "tokenizer.ggml.tokens": ("array:string", ["a", "b"]),
+        "tokenizer.chat_template": ("string", "{{ x }}"),
+    }
+    entries |= {"gemma3.vocab_size": ("uint32", 7)} if has_size else {}
+    return TensorSource(
+        [ArrayTensor("token_embd.weight", np.ones((2, 32), np.float32))],
+        metadata={key: value for key, (_, value) in entries.items()},
+        metadata_types={key: kind for key, (kind, _) in entries.items()},
+    )
+
+
+@pytest.mark.parametrize(("has_size", "size"), [(False, 2), (True, 7)])
+def test_the_vocabulary_of_a_gguf_file_can_be_left_out(has_size, size):
+    source = gguf_source("llama", has_size=has_size)
+    model = gguf_model(source, vocabulary=False)
+    assert {entry.key for entry in model.metadata} == {
+        "general.architecture",
+        "tokenizer.ggml.model",
+        "gemma3.vocab_size",
+    }
+    assert (model.value("tokenizer.ggml.model"), model.value("{arch}.vocab_size")) == ("no_vocab", size)
+    assert {entry.key for entry in gguf_model(source).metadata} == set(source.metadata)
+
+
+def test_the_pre_tokenizer_of_a_gguf_file_can_be_replaced():
+    model = gguf_model(gguf_source("gpt2"), pre_tokenizer="qwen2")
+    assert [entry.value for entry in model.metadata if entry.key == "tokenizer.ggml.pre"] == ["qwen2"]
+    with pytest.raises(
+        SpecError, match=r"pre_tokenizer='qwen2', but the GGUF file has the vocabulary 'llama'.*omit it"
+    ):
+        gguf_model(gguf_source("llama"), pre_tokenizer="qwen2")
