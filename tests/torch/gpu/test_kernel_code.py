@@ -50,6 +50,8 @@ VARIANTS = [
     ("fake_quantize", "floor", torch.float64),
     ("fake_quantize", "stochastic", torch.float32),
     ("fake_quantize", "float8_e4m3fn", torch.float32),
+    ("fake_quantize", "float8_e4m3fn", torch.float16),
+    ("dequantize", "int8", torch.float16),
     ("quantize", "nf4", torch.bfloat16),
     ("learned_backward", "float8_e4m3fn", torch.float16),
     ("minmax", "torch", torch.bfloat16),

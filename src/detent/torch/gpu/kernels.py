@@ -79,7 +79,9 @@ def _narrow(y, DTYPE: tl.constexpr, SIGNED_ZERO: tl.constexpr):
         result = nearest.to(tl.int16)
     else:
         if DTYPE == "float16":
-            result = y.to(tl.float16)
+            # The comparison keeps AMD's compiler from fusing a product with the conversion (v_fma_mixlo_f16), which
+            # adds 0.0 and so loses the sign of -0.0.
+            result = tl.where(y == y, y, float("nan")).to(tl.float16)
         else:
             result = y
         if not SIGNED_ZERO:
