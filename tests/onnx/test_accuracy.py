@@ -191,6 +191,9 @@ def test_float_fallback_searches_again_after_each_layer():
     shares = choose_float(noise, plan, work, replan)
     assert list(shares) == ["a", "b", "c"], "one layer remains quantized"
     assert sum(shares.values()) == pytest.approx(9.4 / 9.5)
+    noise.count = 1000  # 1.5, the noise without a, is 28 dB below 1000 outputs; 0.5, without a and b, 33 dB
+    assert list(choose_float(noise, plan, work, replan)) == ["a", "b"], "then the noise is negligible"
+    noise.count = 1
     plan.nbytes_before = 25  # a tenth of it holds two layers
     assert list(choose_float(noise, plan, work, replan)) == ["a", "b"]
 

@@ -10,6 +10,8 @@ float if all of these conditions hold:
   of both shares counts. With the minimum, a few samples suffice to tell a gain from chance.
 - Another layer remains quantized.
 
+The search ends when the remaining noise is negligible (30 dB).
+
 The last condition matters if the noise is as large as the signal, because the errors of several layers may then cancel.
 With less noise, the noise of a group of layers is about the sum of the layers' noise. So groups of layers are measured
 first, and only noisy groups are split further.
@@ -75,7 +77,7 @@ def choose_float(
     }
     kept: dict[str, float] = {}
     rejected: set[str] = set()
-    while len(kept) < MAX_LAYERS:
+    while len(kept) < MAX_LAYERS and remaining > NEGLIGIBLE_NOISE * noise.count:
         excluded = rejected | set(kept)
         worst = [name for name in noise.worst(MIN_NOISE_SHARE, kept) if name not in excluded and sizes[name] < spare]
         alone = {name: noise.noise([name]) for name in worst}  # now measured on all samples
