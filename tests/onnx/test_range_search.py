@@ -126,6 +126,22 @@ def test_above_30_db_clipping_must_halve_the_noise():
     assert not with_less_noise_of_clipped_ranges(0.99 * limit).run().clipped
 
 
+@pytest.mark.parametrize(("remaining", "is_searched"), [(0.5, True), (0.65, False)])
+def test_where_clipping_must_halve_the_noise_a_few_samples_can_end_the_search(remaining, is_searched):
+    search, counts = Searched(width), []
+    search.bounds.has_many = True
+    clipped = width(choose_params(search.placements, search.seen, None))
+
+    def measure(params, limit):  # less noise only if all tensors are clipped
+        counts.append(len(params))
+        return sum(remaining if width(each) <= 1.001 * clipped else 1.0 for each in params)
+
+    search.noise.noise_by_sample.side_effect = measure
+    search.run()
+    after_few = counts[counts.index(8) :]
+    assert (16 in after_few) == is_searched
+
+
 def test_less_noise_of_narrow_ranges_clips_all_tensors():
     search = Searched(lambda params: 1e9 * width(params) ** 8)
     ranges = search.run()

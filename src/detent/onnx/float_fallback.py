@@ -187,8 +187,8 @@ class NoiseByLayer:
     def noise_by_sample(self, params: Sequence[Mapping[str, QuantParams]], limit: float = inf) -> float:
         """Measure the noise with all layers quantized, and with new parameters of some tensors.
 
-        ``params`` has one dict per sample: the new parameters by tensor name. As soon as the noise is above ``limit``,
-        the remaining samples are left out.
+        ``params`` has one dict for each of the first samples: the new parameters by tensor name. As soon as the noise
+        is above ``limit``, the remaining samples are left out.
         """
         return self._noise_with({}, params, limit)
 
@@ -198,7 +198,7 @@ class NoiseByLayer:
         used = {name: lines.get(name, line) for name, line in self._weights.items()}
         flags = [_flag(tensor) for tensor in self._owners]
         total = 0.0
-        for ratios in self._measured(used, flags, params, range(len(self._samples))):
+        for ratios in self._measured(used, flags, params, range(len(params))):
             total += sum(ratios)
             if total > limit:
                 break
