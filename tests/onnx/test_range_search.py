@@ -1,5 +1,6 @@
 """Ranges have a margin or are clipped if that lowers the noise at the outputs, on data of other folds."""
 
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import numpy as np
@@ -10,6 +11,7 @@ import detent as dt
 import detent.onnx as qo
 from detent.onnx.calibration import choose_params
 from detent.onnx.float_fallback import NoiseByLayer
+from detent.onnx.pass_errors import listening
 from detent.onnx.pipeline import output_sqnr
 from detent.onnx.range_search import SampleBounds, search_ranges
 
@@ -298,3 +300,27 @@ def test_skipping_layers_keeps_the_margin_of_all_layers(monkeypatch):
     qo.decide(model, feeds, keep_float="none", skip="second", observer="minmax", progress=False)
     qo.decide(model, iter(feeds), keep_float="none", skip="second", progress=False)
     assert [each for each, _ in preferred[3:]] == [None], "an iterator can be read only once"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "is_searched"),
+    [
+        ("w8a8", {}, True),
+        ("w8a16", {}, False),  # 16 bits need no search
+        ("w8a8", {"effort": "fast"}, False),
+        ("w8a8", {"memory_budget": 1 << 20}, True),
+    ],
+)
+def test_all_layers_are_calibrated_only_if_ranges_are_searched(recipe, options, is_searched):
+    passes = []
+    with listening(lambda name, seconds: passes.append(name)):
+        qo.decide(peaks("Average"), rare(16), recipe, skip="second", progress=False, **options)
+    assert ("calibration of all layers" in passes) == is_searched
+
+
+def test_workers_do_not_change_ranges_of_data_that_can_be_read_once(tmp_path):
+    options = {"skip": "second", "keep_float": "none", "progress": False}
+    here = qo.decide(peaks("Average"), iter(rare(16)), **options)
+    with ThreadPoolExecutor(1) as executor:
+        there = qo.decide(peaks("Average"), iter(rare(16)), executor=executor, work_directory=tmp_path, **options)
+    assert here.to_json() == there.to_json()

@@ -104,6 +104,7 @@ MIN_SAMPLES, MIN_COMPARED = 4, 2  # samples that even the largest model uses
 # Times per sample, in runs of the float model: to calibrate, to record activations, and to measure the noise at the
 # outputs. On 8 models, the estimate was 0.5 to 2 times the measured time.
 CALIBRATION_RUNS, RECORDED_RUNS, MEASURED_RUNS = 3.0, 5.0, 80.0
+MARGIN_RUNS = 14.0  # the same for the margin of the model with all layers quantized, if layers are skipped
 MIN_SECONDS_ANNOUNCED = 5.0
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
 MAX_CHANGED_NOISE = 0.8  # noise after equalization or SmoothQuant, relative to the noise before (1 dB)
@@ -250,7 +251,7 @@ def decide_with_data(
         total = sum(work.values()) + recurrent_multiplications(graph_plan.graph, batches.check_first())
         per_sample = total * samples_in(chosen[0]) / samples_in(batches.check_first())
         samples = EFFORTS[options.effort].samples(chosen, per_sample)
-        _announce_time(graph_plan.model, batches, chosen, per_sample, options.effort)
+        _announce_time(graph_plan.model, batches, chosen, per_sample, options.effort, is_skipped=unskipped is not None)
     graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, samples, options, run)
     graph_plan, additions = _choose_additions(graph_plan, samples, options, run.memory_budget)
     if groups is not None and observed_tensors(graph_plan) != [name for group in groups for name in group]:
@@ -265,8 +266,8 @@ def decide_with_data(
             graph_plan = _with_own_ranges(graph_plan, batches, chosen, run.workspace)
     graph_plan, fitted = _fit_scales(graph_plan, samples, options, run.memory_budget)
     isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
-    margin = _unskipped_margin(unskipped, graph_plan.model, batches, samples, options, run)
-    choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run, margin)
+    find = partial(_unskipped_margin, unskipped, graph_plan.model, batches, chosen, samples, options, run)
+    choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run, find)
     facts = replace(facts, data=calibration.fingerprint, equalized=equalized, smoothed=smoothed)
     assembly = _Assembly(facts, calibration, choice.ranges)
     decisions, biases = _with_biases(assembly, choice.plan, isolated, samples, options, original)
@@ -382,7 +383,13 @@ def _meet_goal(
 
 
 def _announce_time(
-    model: ModelProto, batches: Batches, chosen: Sequence[Feed], per_sample: float, effort: Effort
+    model: ModelProto,
+    batches: Batches,
+    chosen: Sequence[Feed],
+    per_sample: float,
+    effort: Effort,
+    *,
+    is_skipped: bool = False,
 ) -> None:
     """Announce how long each effort takes, if the chosen one takes long."""
     session, names = make_session(model), array_outputs(model)
@@ -397,8 +404,10 @@ def _announce_time(
     for name, search in EFFORTS.items():
         samples = search.samples(chosen, per_sample)
         runs = RECORDED_RUNS * len(samples.every)
-        runs += MEASURED_RUNS * len(samples.compared) if search.multiplications else 0
-        seconds[name] = calibration + runs * run
+        is_measured = bool(search.multiplications)
+        measured_runs = MEASURED_RUNS + MARGIN_RUNS * is_skipped if is_measured else 0.0
+        runs += measured_runs * len(samples.compared)
+        seconds[name] = calibration * (1 + (is_skipped and is_measured)) + runs * run
     if seconds[effort] >= MIN_SECONDS_ANNOUNCED:
         others = ", ".join(f"{name} about {_duration(each)}" for name, each in seconds.items() if name != effort)
         announce(f"effort {effort} takes about {_duration(seconds[effort])} on this machine ({others})")
@@ -441,11 +450,11 @@ def _choose_quantizers(
     work: Mapping[str, float],
     options: Options,
     run: RunOptions,
-    margin: float | None,
+    find_margin: Callable[[], float | None],
 ) -> _Choice:
     """Choose ranges of activations, bits of weights, and layers to keep in float.
 
-    ``margin`` is the margin of all ranges with all layers quantized, or None if it is unknown.
+    ``find_margin`` returns the margin of all ranges with all layers quantized, or None if it is unknown.
     """
     with running("choosing ranges"):
         placements = graph_plan.placements(calibration.ranges)
@@ -462,6 +471,8 @@ def _choose_quantizers(
     with running("measuring noise at the outputs"):
         noise = NoiseByLayer(graph_plan, ranges.params, samples.compared, run.workspace, placements)
     if clipped is not None:
+        is_searched = any(each.group not in _fixed_groups(noise, graph_plan, placements) for each in placements)
+        margin = find_margin() if is_searched else None
         with running("searching ranges"):
             ranges = _searched_ranges(
                 noise, graph_plan, placements, calibration, clipped, samples, run.memory_budget, margin
@@ -502,11 +513,9 @@ def _searched_ranges(
 ) -> ChosenRanges:
     """Search ranges on the samples; with too few samples, use min-max ranges.
 
-    ``margin`` is the preferred margin, if there is one. Groups whose observer a rule names, and groups whose parameters
-    ``noise`` cannot replace, are not searched.
+    ``margin`` is the preferred margin, if there is one.
     """
-    named = observers_of_rules(graph_plan, placements)
-    fixed = {each.group for each in placements if each.group in named or not noise.can_replace(each.group)}
+    fixed = _fixed_groups(noise, graph_plan, placements)
     if len(samples.every) < MIN_RANGE_SAMPLES:
         return ChosenRanges(choose_params(placements, calibration, clipped & fixed), clipped & fixed)
     bounds = SampleBounds.measure(graph_plan, calibration, samples.every, memory_budget)
@@ -514,33 +523,39 @@ def _searched_ranges(
     return search_ranges(noise, placements, calibration, clipped, bounds, first, fixed, margin)
 
 
+def _fixed_groups(noise: NoiseByLayer, graph_plan: GraphPlan, placements: Sequence[QuantizerPlacement]) -> set[str]:
+    """Return the groups that are not searched: a rule names their observer, or ``noise`` cannot replace their range."""
+    named = observers_of_rules(graph_plan, placements)
+    return {each.group for each in placements if each.group in named or not noise.can_replace(each.group)}
+
+
 def _unskipped_margin(
     unskipped: GraphPlan | None,
     model: ModelProto,
     batches: Batches,
+    chosen: tuple[Feed, ...],
     samples: Samples,
     options: Options,
     run: RunOptions,
 ) -> float | None:
     """Search the margin of ranges for the plan without skipped layers; return None if it is not searched."""
-    is_searched = options.is_measured and options.observer is None and len(samples.every) >= MIN_RANGE_SAMPLES
-    if unskipped is None or not is_searched or not batches.is_repeatable:
+    if unskipped is None or len(samples.every) < MIN_RANGE_SAMPLES:
         return None
     graph_plan = unskipped.with_model(model).with_fixed_inputs()
     graph_plan = with_last_layers(graph_plan, multiplications(graph_plan, batches.check_first()), options.prefer)
     groups = None if run.memory_budget is None else tensor_groups(graph_plan, batches, run.memory_budget)
     try:
         with running("calibration of all layers"):
-            every = tuple(samples.every)
-            calibration = calibrate_groups(graph_plan, batches, groups, "minmax", False, None, every, run.workspace)
+            calibration = calibrate_groups(graph_plan, batches, groups, "minmax", False, None, chosen, run.workspace)
         with running("searching ranges of all layers"):
             placements = graph_plan.placements(calibration.ranges)
             params = choose_params(placements, calibration, ())
             noise = NoiseByLayer(graph_plan, params, samples.compared, run.workspace, placements)
             none = frozenset[str]()
-            return _searched_ranges(
+            ranges = _searched_ranges(
                 noise, graph_plan, placements, calibration, none, samples, run.memory_budget, None
-            ).margin
+            )
+            return ranges.margin if ranges.is_searched else None
     except NotCalibratedError as error:
         _log.info("the margin of ranges was searched for the remaining layers: %s", error)
         return None

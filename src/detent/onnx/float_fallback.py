@@ -1,7 +1,7 @@
 """Float fallback: keeps a few layers in float if each of them alone causes much of the noise at the outputs.
 
-Layers are chosen one by one. After each layer, the others are compared with the noise that remains. A layer is kept in
-float if all of these conditions hold:
+Layers are chosen one by one. After each layer, the others are compared with the noise that remains, and the search ends
+when this noise is negligible (30 dB). A layer is kept in float if all of these conditions hold:
 
 - Quantizing only this layer causes at least a tenth of the remaining noise.
 - All layers kept in float hold at most a tenth of the model's weight bytes.
@@ -9,8 +9,6 @@ float if all of these conditions hold:
   with a minimum of 15 % and a maximum of 50 %. The cost is counted in weight bytes and in multiplications; the larger
   of both shares counts. With the minimum, a few samples suffice to tell a gain from chance.
 - Another layer remains quantized.
-
-The search ends when the remaining noise is negligible (30 dB).
 
 The last condition matters if the noise is as large as the signal, because the errors of several layers may then cancel.
 With less noise, the noise of a group of layers is about the sum of the layers' noise. So groups of layers are measured

@@ -276,7 +276,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         target: the runtime that the file is for, such as "onnxruntime-avx2".
         observer: observer for activations; None searches margins of ranges, and ranges to clip. The range of a rule's
             observer is used as it is.
-        skip: names or glob patterns of layers to keep in float.
+        skip: names or glob patterns of layers to keep in float. If the data can be read more than once, all layers are
+            calibrated once more without ``skip``, because the margin of ranges should not depend on it.
         keep_float: "auto" enables float fallback: a small layer that alone causes a tenth of the noise at the outputs
             is kept in float if this removes enough noise: 15 % for a cheap layer, up to half for an expensive one.
             "none" disables float fallback.
@@ -509,7 +510,9 @@ def _decide(
         prepared = to_normal_form(load(original), opset, feed=first, force=force)
     with running("planning"):
         graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip, prefer=options.prefer)
-        unskipped = plan(prepared.model, recipe, target=target, prefer=options.prefer) if options.skip else None
+        # A workspace makes all data repeatable, but must not change the result, so the caller's data count.
+        has_unskipped = bool(options.skip) and batches is not None and batches.is_repeatable
+        unskipped = plan(prepared.model, recipe, target=target, prefer=options.prefer) if has_unskipped else None
     reject_empty(graph_plan)
     if batches is None and any(line.input is not None for line in graph_plan.quantized):
         raise _missing_data(recipe)

@@ -59,9 +59,8 @@ FOLDS, MIN_FOLD_SAMPLES = 4, 4  # with fewer samples per fold, there are only tw
 MAX_EXCESS_NOISE = 1.26  # relative to the least noise of all margins (1 dB); the smallest margin below it is chosen
 MAX_EXCESS_WITHOUT_MARGIN = 1.05  # the same limit for a margin of 0 (0.2 dB)
 MAX_EXCESS_MANY = 1.035  # with many calibration samples, the largest margin below this limit is chosen (0.15 dB)
-MAX_EXCESS_PREFERRED = (
-    2.0  # the limit for the margin of the model with all layers quantized, if layers are skipped (3 dB)
-)
+# The limit for the margin of the model with all layers quantized, if layers are skipped (3 dB).
+MAX_EXCESS_PREFERRED = 2.0
 MAX_CLIPPED_NOISE = 0.9  # noise with clipped ranges, relative to min-max ranges (0.5 dB)
 MAX_CLIPPED_NOISE_SAFE = 0.5  # the same limit with many calibration samples, or with an SQNR above 30 dB (3 dB)
 # The first search, on few samples, where clipping must remove half of the noise: how many, and the limit it must meet.
@@ -144,12 +143,14 @@ class ChosenRanges(NamedTuple):
         clipped: groups with a clipped range; None for all.
         margin: margin of all other ranges, in standard deviations; infinite for the ranges of all data.
         bounds: sample bounds from which ranges with a margin are computed; None without a search.
+        is_searched: whether margins were compared.
     """
 
     params: Mapping[str, QuantParams]
     clipped: frozenset[str] | None
     margin: float = 0.0
     bounds: SampleBounds | None = None
+    is_searched: bool = False
 
     @property
     def steps(self) -> list[str]:
@@ -205,7 +206,7 @@ def search_ranges(
         else with_margin(each, calibration, bounds, bounds.min_max if each.group in fixed else margin)
         for each in groups
     }
-    return ChosenRanges(params, frozenset(chosen), margin, bounds)
+    return ChosenRanges(params, frozenset(chosen), margin, bounds, is_searched)
 
 
 class _Search:
