@@ -38,7 +38,7 @@ COUNTED_MODELS = (
     *("mnasnet", "regnet", "resnet-v2", "keyword-spotter", "conformer"),
     *("ghostnet", "centernet", "xception"),
 )
-# The same holds for skipped layers and the models before the last line, of which efficientnet and ghostnet did not meet
+# The same holds for skipped layers and the models before the last line. Of these, efficientnet and ghostnet did not meet
 # the goals.
 SKIPPED_MODELS = (
     *("mnasnet", "efficientnet", "deit"),
