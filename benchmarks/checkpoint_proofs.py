@@ -10,7 +10,11 @@ compares the bytes of every result.
 ``python benchmarks/checkpoint_proofs.py speed --llama PYTHON`` times ``qc.quantize`` and llama.cpp's own quantizer by
 turns on the same BF16 file, and compares the bytes of all tensors. ``PYTHON`` runs llama.cpp through cyllama.
 
-All print one JSON document. Nothing is written outside the directory given by ``--directory``.
+``python benchmarks/checkpoint_proofs.py mutations --mutations 10000`` opens and converts mutated files of every format,
+and measures time and memory.
+
+All print one JSON document; ``--output`` adds it to a file of results. Apart from that, nothing is written outside the
+directory given by ``--directory``.
 """
 
 import argparse
@@ -21,8 +25,9 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import detent.checkpoint as qc
+from tests.tools import fuzz_checkpoints
 
 CONVERT = """
 import sys, detent.checkpoint as qc
@@ -65,6 +71,13 @@ a, b = qc.open(sys.argv[1]), qc.open(sys.argv[2])
 assert set(a) == set(b)
 assert all((a[n].dtype, a[n].shape) == (b[n].dtype, b[n].shape) for n in a)
 print(sum(a[n].read().tobytes() != b[n].read().tobytes() for n in a), len(a))
+"""
+FUZZ = """
+import resource, sys
+from tests.tools.fuzz_checkpoints import fuzz
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+before = peak()
+print(*fuzz(sys.argv[1], int(sys.argv[2])), peak() - before)
 """
 HIDDEN, FEED_FORWARD, VOCABULARY = 4096, 14336, 32000
 RANDOM_ROWS = 16
@@ -281,24 +294,59 @@ def speed(directory: Path, megabytes: float, llama: Path, rounds: int = 3) -> di
     }
 
 
+def mutations(count: int, formats: Sequence[str]) -> dict[str, Any]:
+    """Open and convert mutated files; every format in a process of its own, whose memory is measured."""
+    rows = {}
+    for form in formats:
+        begin = time.perf_counter()
+        command = [sys.executable, "-c", FUZZ, form, str(count)]
+        valid, errors, slowest, grown = map(float, printed(command).split())
+        rows[form] = {
+            "files": count,
+            "valid": int(valid),
+            "errors": int(errors),
+            "slowest_seconds": round(slowest, 3),
+            "grown_bytes": int(grown),
+            "seconds": round(time.perf_counter() - begin, 1),
+        }
+        print(form, rows[form], file=sys.stderr, flush=True)
+    return rows
+
+
+def store(path: Path, proof: str, result: dict[str, Any]) -> None:
+    """Add a result to the file, and keep those of other proofs and of other formats."""
+    results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    results[proof] = {**results.get(proof, {}), **result} if proof == "mutations" else result
+    path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Run one of the proofs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("proof", choices=("memory", "kill", "speed"))
-    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("proof", choices=("memory", "kill", "speed", "mutations"))
+    parser.add_argument("--directory", type=Path, help="where temporary files are written; a disk, not memory")
     parser.add_argument("--gigabytes", type=float, default=20)
     parser.add_argument("--budget", default="1 GB")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--megabytes", type=float, default=200)
+    parser.add_argument("--mutations", type=int, default=10_000)
+    parser.add_argument("--formats", nargs="*", default=list(fuzz_checkpoints.FORMATS), help="of mutated files")
     parser.add_argument("--llama", type=Path, help="Python that has cyllama")
+    parser.add_argument("--output", type=Path, help="file of results")
     options = parser.parse_args()
-    if options.proof == "memory":
-        result = memory(options.directory, options.gigabytes, options.budget)
-    elif options.proof == "speed":
-        result = speed(options.directory, options.megabytes, options.llama)
-    else:
-        result = kill(options.directory, options.kills, options.megabytes)
+    with tempfile.TemporaryDirectory(dir=options.directory) as name:
+        directory = Path(name)
+        if options.proof == "memory":
+            result = memory(directory, options.gigabytes, options.budget)
+        elif options.proof == "speed":
+            result = speed(directory, options.megabytes, options.llama)
+        elif options.proof == "kill":
+            result = kill(directory, options.kills, options.megabytes)
+        else:
+            result = mutations(options.mutations, options.formats)
     print(json.dumps({"proof": options.proof, **result}, indent=2))
+    if options.output is not None:
+        store(options.output, options.proof, result)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import pytest
 import safetensors.numpy
 
 from detent import storage
-from detent.errors import FileFormatError
+from detent.errors import FileFormatError, SpecError
 
 ARRAYS = {
     "empty": np.zeros((0, 3), np.float32),
@@ -16,7 +16,7 @@ ARRAYS = {
         for dtype in ("uint8", "int8", "int16", "int32", "int64", "float32", "float64")
     },
 }
-METADATA = {"k": "v", "unicode ä": "\u2713 \U0001f600", "empty": ""}
+METADATA = {"unicode ä": "\u2713 \U0001f600"}
 
 
 def same(actual, expected):
@@ -37,8 +37,17 @@ def test_nothing_is_something():
 
 
 def test_equal_input_gives_equal_bytes():
-    backwards = dict(reversed(ARRAYS.items())), dict(reversed(METADATA.items()))
-    assert storage.dumps(ARRAYS, METADATA) == storage.dumps(*backwards)
+    assert storage.dumps(ARRAYS, METADATA) == storage.dumps(dict(reversed(ARRAYS.items())), METADATA)
+
+
+def test_several_entries_of_metadata_are_rejected_because_their_order_is_random():
+    with pytest.raises(SpecError, match="got 2 entries of metadata, expected at most one"):
+        storage.dumps(ARRAYS, METADATA | {"empty": ""})
+
+
+def test_several_entries_of_metadata_are_read():
+    metadata = METADATA | {"k": "v", "empty": ""}
+    assert storage.loads(safetensors.numpy.save({}, metadata)) == ({}, metadata)
 
 
 def test_arrays_are_read_only():

@@ -114,8 +114,9 @@ BlockShape shape_of(int type) {
   return shape;
 }
 
-// Encodes rows of `cols` float32 to a block format; returns whether all are finite. The importance may be empty.
-bool encode_blocks(int level, int type, int64_t cols, const Input& x, const Input& importance, const Output& out) {
+// Encodes rows of `cols` float32 to a block format. The importance may be empty. Returns whether all elements are finite,
+// and whether scales of a block may be infinite or 0.
+nb::tuple encode_blocks(int level, int type, int64_t cols, const Input& x, const Input& importance, const Output& out) {
   const Kernels& kernels = kernels_of(level);
   const BlockShape shape = shape_of(type);
   constexpr int64_t kFloat = sizeof(float);
@@ -124,28 +125,31 @@ bool encode_blocks(int level, int type, int64_t cols, const Input& x, const Inpu
   const int64_t count = size / shape.size, rows = size / cols;
   require_bytes("out", out.nbytes(), count * shape.bytes);
   Call call;
-  std::atomic<bool> refused{false};
+  std::atomic<bool> refused{false}, extreme{false};
   call.block_type = type;
   call.layout.size = size;
   call.layout.cols = cols;
   call.blocks = cols / shape.size;
   call.x = x.data();
   call.refused = &refused;
-  nb::gil_scoped_release unlocked;
-  std::vector<float> means;
-  if (importance.nbytes()) {
-    require_bytes("importance", importance.nbytes(), cols * kFloat);
-    call.importance = static_cast<const float*>(importance.data());
-    if (shape.size == 32 && static_cast<BlockType>(type) != BlockType::iq4_nl) {
-      means.resize(static_cast<size_t>(rows));
-      call.out = means.data();
-      launch(call, kernels.row_means, rows, 16, size);
-      call.row_means = means.data();
+  call.extreme = &extreme;
+  {
+    nb::gil_scoped_release unlocked;
+    std::vector<float> means;
+    if (importance.nbytes()) {
+      require_bytes("importance", importance.nbytes(), cols * kFloat);
+      call.importance = static_cast<const float*>(importance.data());
+      if (shape.size == 32 && static_cast<BlockType>(type) != BlockType::iq4_nl) {
+        means.resize(static_cast<size_t>(rows));
+        call.out = means.data();
+        launch(call, kernels.row_means, rows, 16, size);
+        call.row_means = means.data();
+      }
     }
+    call.out = out.data();
+    launch(call, kernels.encode_blocks, count, 16, size);
   }
-  call.out = out.data();
-  launch(call, kernels.encode_blocks, count, 16, size);
-  return !refused.load();
+  return nb::make_tuple(!refused.load(), extreme.load());
 }
 
 void decode_blocks(int level, int type, const Input& blocks, const Output& out) {

@@ -4,6 +4,7 @@
 // Formats that search scales put one block in each lane of a vector; the order of operations inside a block is that of the
 // reference kernel. The other formats, without importance, have no sums: they vectorize inside a block.
 #include <algorithm>
+#include <cstring>
 
 #include "detent/block_levels.hpp"
 #include "detent/block_search.hpp"
@@ -618,12 +619,43 @@ bool encode_blocks_of(const Call& call, int64_t begin, int64_t end) {
   return false;
 }
 
+// Whether one of the blocks has an infinite float16 scale, or only zeros as scales. An mxfp4 block has an exponent, which
+// may have wrapped around if it is large.
+bool has_extreme_scale(const uint8_t* blocks, int64_t count, const detent::BlockShape& shape, bool is_exponent) {
+  constexpr uint16_t kMagnitude = 0x7FFF, kInfinite = 0x7C00;
+  constexpr uint8_t kWrapped = 232;
+  bool extreme = false;
+  for (int64_t block = 0; block < count; ++block, blocks += shape.bytes) {
+    if (is_exponent) {
+      extreme |= blocks[0] >= kWrapped;
+      continue;
+    }
+    uint16_t scale, other;
+    std::memcpy(&scale, blocks + shape.scale, sizeof scale);
+    std::memcpy(&other, blocks + shape.other, sizeof other);
+    const uint16_t high = std::max<uint16_t>(scale & kMagnitude, other & kMagnitude);
+    extreme |= high == 0 || high >= kInfinite;
+  }
+  return extreme;
+}
+
 }  // namespace
 
 namespace detent::DETENT_LEVEL {
 
 void encode_blocks(const Call& call, int64_t begin, int64_t end) {
-  if (begin < end && !encode_blocks_of(call, begin, end)) call.refused->store(true, std::memory_order_relaxed);
+  constexpr int64_t kTogether = 512;  // blocks whose scales are checked while they are in the cache
+  const auto type = static_cast<BlockType>(call.block_type);
+  const BlockShape shape = block_shape(type);
+  const uint8_t* out = static_cast<const uint8_t*>(call.out);
+  bool finite = true, extreme = false;
+  for (int64_t at = begin; at < end; at += kTogether) {
+    const int64_t stop = std::min(at + kTogether, end);
+    finite &= encode_blocks_of(call, at, stop);
+    extreme |= has_extreme_scale(out + at * shape.bytes, stop - at, shape, type == BlockType::mxfp4);
+  }
+  if (!finite) call.refused->store(true, std::memory_order_relaxed);
+  if (extreme) call.extreme->store(true, std::memory_order_relaxed);
 }
 
 // The mean square of each of the rows [begin, end), added up in order: one row per lane.

@@ -46,20 +46,21 @@ float* placed(Guarded& guarded, const std::vector<float>& values, Side side) {
 struct Result {
   std::vector<uint8_t> bytes;
   std::vector<float> values;
-  bool finite;
+  bool finite, extreme;
 };
 
 Result run(Memory& memory, const detent::Level& level, BlockType type, int64_t rows, int64_t per_row,
            const std::vector<float>& x, const std::vector<float>& importance, Side side, int64_t step) {
   const auto shape = detent::block_shape(type);
   const int64_t count = rows * per_row;
-  std::atomic<bool> refused{false};
+  std::atomic<bool> refused{false}, extreme{false};
   Call call;
   call.block_type = static_cast<int>(type);
   call.blocks = per_row;
   call.layout.cols = per_row * shape.size;
   call.x = placed(memory.x, x, side);
   call.refused = &refused;
+  call.extreme = &extreme;
   const auto parts = [&](detent::Kernel kernel, int64_t total) {
     for (int64_t begin = 0; begin < total; begin += step) kernel(call, begin, begin + step < total ? begin + step : total);
   };
@@ -77,11 +78,11 @@ Result run(Memory& memory, const detent::Level& level, BlockType type, int64_t r
   float* values = reinterpret_cast<float*>(memory.values.place(x.size() * sizeof(float), side));
   call.out = values;
   parts(level.kernels.decode_blocks, count);
-  return {{bytes, bytes + size}, {values, values + x.size()}, !refused.load()};
+  return {{bytes, bytes + size}, {values, values + x.size()}, !refused.load(), extreme.load()};
 }
 
 bool same(const Result& a, const Result& b) {
-  return a.bytes == b.bytes && a.finite == b.finite &&
+  return a.bytes == b.bytes && a.finite == b.finite && a.extreme == b.extreme &&
          std::memcmp(a.values.data(), b.values.data(), a.values.size() * sizeof(float)) == 0;
 }
 

@@ -19,8 +19,8 @@ from detent.codec import parse, reading, table
 from detent.errors import DtypeError, FileFormatError, OutError, ParamsError, RangeError, ShapeError, SpecError
 from detent.gguf import get_block_format
 from detent.kernels import decode_blocks, encode_blocks
+from detent.quantized_data import Index, QuantizedData, complete_slices, read_only
 from detent.tables import bytes_text, html_table
-from detent.tensor import Index, complete_slices
 
 __all__ = ["BlockTensor", "ScalePolicy", "fake_quantize_blocks", "quantize_blocks"]
 
@@ -35,7 +35,7 @@ _METADATA = "detent.BlockTensor"
 _KEYS = frozenset({"format", "shape", "dtype"})
 
 
-class BlockTensor:
+class BlockTensor(QuantizedData):
     """Data in a block format; made by ``dt.quantize(x, "q4_k")`` or from the bytes of a file.
 
     Args:
@@ -55,7 +55,7 @@ class BlockTensor:
     (array([ 8, 32,  2,  6], dtype=uint8), array([-127, -123, -119], dtype=int8))
     """
 
-    __slots__ = ("_dtype", "_format", "_packed", "_shape", "_shared")
+    __slots__ = ("_format", "_packed")
 
     def __init__(
         self, packed: ArrayLike, format: BlockFormat | str, shape: tuple[int, ...], dtype: DTypeLike = "float32"
@@ -69,7 +69,7 @@ class BlockTensor:
                 f"got {array.size} elements of dtype {array.dtype}, expected {needed} bytes (uint8) for {self._format} "
                 f"data of shape {self._shape}"
             )
-        self._packed: Bytes = _read_only(array.reshape(-1).copy())
+        self._packed: Bytes = read_only(array.reshape(-1).copy())
 
     @classmethod
     def trusted(
@@ -77,7 +77,7 @@ class BlockTensor:
     ) -> "BlockTensor":
         """Make a tensor from bytes that were just computed, without a check or copy; ``shared`` bytes may change."""
         tensor = cls.__new__(cls)
-        tensor._packed, tensor._format, tensor._shape = _read_only(packed.reshape(-1)), form, shape
+        tensor._packed, tensor._format, tensor._shape = read_only(packed.reshape(-1)), form, shape
         tensor._dtype, tensor._shared = dtype, shared
         return tensor
 
@@ -111,21 +111,6 @@ class BlockTensor:
         return self._format.unpack(self.blocks).reshape(self._shape)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the data."""
-        return self._shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The float type of the data that the tensor was made from; the default dtype of ``dequantize()``."""
-        return self._dtype
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return prod(self._shape)
-
-    @property
     def nbytes(self) -> int:
         """The size of the stored tensor in bytes; scales are part of the blocks."""
         return self._packed.size
@@ -155,45 +140,17 @@ class BlockTensor:
         shape = (*part.shape[:-2], part.shape[-2] * size)
         return type(self).trusted(part, self._format, shape, self._dtype)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, BlockTensor):
-            return NotImplemented
-        return (
-            self._format == other._format
-            and self._shape == other._shape
-            and self._dtype == other._dtype
-            and np.array_equal(self._packed, other._packed)
-        )
-
-    def __hash__(self) -> int:
-        if self._shared:
-            raise DtypeError(
-                "this tensor has no hash, because its bytes are in the array passed as out=: call quantize without out="
-            )
-        return hash((self._format, self._shape, self._dtype, self._packed.tobytes()))
+    def _identity(self) -> tuple[object, ...]:
+        return self._format, self._packed.tobytes()
 
     def __reduce__(self) -> tuple[type["BlockTensor"], tuple[object, ...]]:
         return type(self), (self._packed, self._format.name, self._shape, self._dtype.name)
-
-    __iter__ = None  # not iterable, because an index must be a slice
-
-    def __array__(self, *args: object, **options: object) -> Array:
-        """Raise an error, because the caller must choose between codes and values."""
-        raise DtypeError("a BlockTensor is not an array: use q.dequantize() for its values, or q.codes for its codes")
-
-    def __len__(self) -> int:
-        return int(self._shape[0])
 
     def __repr__(self) -> str:
         return (
             f"BlockTensor(shape={self._shape}, dtype={self._dtype}, format={self._format}, {self.nbytes:,} bytes, "
             f"{self._compression:.1f}x smaller)"
         )
-
-    @property
-    def _compression(self) -> float:
-        """The size of the data in their float type, divided by ``nbytes``."""
-        return self.size * self._dtype.itemsize / max(self.nbytes, 1)
 
     def _repr_html_(self) -> str:
         ratio = f"{self._compression:.1f}x smaller than {self._dtype}"
@@ -264,9 +221,10 @@ def quantize_blocks(
         _check_out(out, np.dtype(np.uint8), (needed,))
     packed = np.empty(needed, np.uint8) if out is None else out
     rows = _rows(data)
-    if not encode_blocks(form, rows, weights, packed.reshape(len(rows), form.row_bytes(rows.shape[1]))):
+    encoded = encode_blocks(form, rows, weights, packed.reshape(len(rows), form.row_bytes(rows.shape[1])))
+    if not encoded.is_finite:
         _refuse_nonfinite(data, rows)
-    if scales == "raise":
+    if scales == "raise" and encoded.needs_check:
         _check_scales(form, data.shape, rows, packed)
     return BlockTensor.trusted(packed, form, data.shape, data.dtype, shared=out is not None)
 
@@ -297,7 +255,7 @@ def fake_quantize_blocks(
             raise OutError("out shares memory with x: pass another array")
     rows = _rows(data)
     packed = np.empty((len(rows), form.row_bytes(rows.shape[1])), np.uint8)
-    if encode_blocks(form, rows, weights, packed):
+    if encode_blocks(form, rows, weights, packed).is_finite:
         _decode_into(form, packed, out)
         return out
     if nan == "raise":
@@ -310,12 +268,6 @@ def fake_quantize_blocks(
     poisoned = np.repeat(bad, form.block_size).reshape(data.shape)
     out[poisoned] = np.nan
     return out
-
-
-def _read_only(array: Bytes) -> Bytes:
-    view = array.view()
-    view.setflags(write=False)
-    return view
 
 
 def _rows(data: Array) -> NDArray[np.float32]:

@@ -1,8 +1,8 @@
 """Storage: safetensors bytes and files, written atomically and read as untrusted input.
 
-The format is implemented here for two reasons. First, equal input must give equal bytes, but the safetensors library
-writes metadata in random order. Second, headers are checked before memory is allocated: duplicate keys, holes, overlaps
-and trailing bytes are rejected.
+The safetensors package writes and reads the bytes. Before it reads, headers are checked here, and before memory is
+allocated: duplicate keys, types, sizes, holes, overlaps and trailing bytes. Equal input gives equal bytes, so metadata
+have at most one entry: the package writes several in random order.
 
 A file is written under a temporary name, ``.<name>.<16 hex digits>``, and then renamed. While writing, the writer holds
 a lock (``flock``) on the temporary file; if the process is killed, the system releases the lock. The next writer of the
@@ -11,7 +11,6 @@ file systems the locks of other machines may be invisible. Temporary files of ot
 after their last change. Systems without ``flock`` remove no temporary files.
 """
 
-import json
 import logging
 import os
 import platform
@@ -35,7 +34,7 @@ from numpy.typing import NDArray
 
 from detent.checks import SIZE_LIMIT, are_sizes
 from detent.codec import MAX_CHARS_SHOWN, parse, reading, table
-from detent.errors import DetentError, DtypeError, FileFormatError
+from detent.errors import DetentError, DtypeError, FileFormatError, SpecError
 from detent.tables import counted
 
 try:
@@ -53,12 +52,9 @@ ELEMENT_LIMIT = SIZE_LIMIT >> 3  # elements of up to 8 bytes; NumPy rejects larg
 FOREIGN_LIFETIME = 24 * 60 * 60  # seconds; no writer pauses longer
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LENGTH_BYTES = 8  # of the length field; also the alignment of the header
-_DTYPES = {"U8": "<u1", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
-_OTHER_BYTES = {"BOOL": 1, "U16": 2, "U32": 4, "U64": 8, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
-ITEM_BYTES: Mapping[str, int] = MappingProxyType(
-    {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} | _OTHER_BYTES
-)
-_NAMES = {np.dtype(code).name: name for name, code in _DTYPES.items()}
+ARRAY_TYPES: Mapping[str, int] = MappingProxyType({"U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F32": 4, "F64": 8})
+_OTHER_TYPES = {"BOOL": 1, "U16": 2, "U32": 4, "U64": 8, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+ITEM_BYTES: Mapping[str, int] = MappingProxyType(dict(ARRAY_TYPES) | _OTHER_TYPES)
 
 
 class HeaderEntry(NamedTuple):
@@ -71,19 +67,13 @@ class HeaderEntry(NamedTuple):
 
 
 def dumps(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """Return arrays and metadata as the bytes of a safetensors file; equal input gives equal bytes."""
-    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    parts, position = [], 0
-    for name, array in ordered:
-        part = array.astype(array.dtype.newbyteorder("<")).tobytes()
-        offsets = [position, position + len(part)]
-        header[name] = {"dtype": _NAMES[array.dtype.name], "shape": list(array.shape), "data_offsets": offsets}
-        parts.append(part)
-        position += len(part)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
-    return b"".join((len(text).to_bytes(LENGTH_BYTES, "little"), text, *parts))
+    """Return arrays and at most one entry of metadata as a safetensors file; equal input gives equal bytes."""
+    from safetensors.numpy import save  # noqa: PLC0415 - imported on use
+
+    if len(metadata) > 1:
+        raise SpecError(f"got {len(metadata)} entries of metadata, expected at most one: put them into one JSON text")
+    contiguous = {name: np.asarray(array, array.dtype.newbyteorder("="), order="C") for name, array in arrays.items()}
+    return save(contiguous, dict(metadata) or None)
 
 
 def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
@@ -92,14 +82,18 @@ def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
         raise DtypeError(
             f"got {type(data).__name__}, expected the bytes of a safetensors file: for a path, call storage.read(path)"
         )
-    text, body = _split(bytes(data))
-    entries, metadata = read_header(text, len(body), _DTYPES)
-    arrays = {
-        name: np.frombuffer(body, _DTYPES[entry.dtype], count=prod(entry.shape), offset=entry.begin).reshape(
-            entry.shape
-        )
-        for name, entry in entries.items()
-    }
+    content = bytes(data)
+    start = LENGTH_BYTES + header_length(content, len(content))
+    _, metadata = read_header(content[LENGTH_BYTES:start], len(content) - start, ARRAY_TYPES)
+    from safetensors import SafetensorError  # noqa: PLC0415 - imported on use
+    from safetensors.numpy import load  # noqa: PLC0415 - imported on use
+
+    try:
+        arrays = load(content)
+    except SafetensorError as error:
+        raise FileFormatError(f"the safetensors package cannot read the file: {error}") from error
+    for array in arrays.values():
+        array.setflags(write=False)
     return arrays, metadata
 
 
@@ -256,11 +250,6 @@ def header_length(start: bytes, size: int) -> int:
             "file is truncated or not a safetensors file"
         )
     return length
-
-
-def _split(data: bytes) -> tuple[bytes, bytes]:
-    end = LENGTH_BYTES + header_length(data, len(data))
-    return data[LENGTH_BYTES:end], data[end:]
 
 
 def _checked_entry(name: str, entry: object, dtypes: Container[str]) -> HeaderEntry:

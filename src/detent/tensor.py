@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from types import EllipsisType
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -39,13 +39,12 @@ from detent.granularity import Tiling
 from detent.packing import pack, packed_size, unpack
 from detent.params import QuantParams
 from detent.plan import Plan, check_is_params
+from detent.quantized_data import Index, QuantizedData, Slices, complete_slices, read_only
 from detent.spec import QuantSpec, code_dtype, short_spec, spec_text
 from detent.tables import bytes_text, html_table, svg_histogram
 
 __all__ = ["QuantizedTensor"]
 
-Slices = tuple[slice, ...]
-Index: TypeAlias = slice | EllipsisType | tuple[slice | EllipsisType, ...]
 Arrays = dict[str, NDArray[Any]]
 FILE_VERSION = 1
 MAX_BINS = 64  # bins of the histogram in notebooks, each one to four pixels wide
@@ -55,7 +54,7 @@ _METADATA = "detent.QuantizedTensor"
 _KEYS = frozenset({"spec", "shape", "dtype"})
 
 
-class QuantizedTensor:
+class QuantizedTensor(QuantizedData):
     """Codes with their parameters; made by ``dt.quantize``, ``from_codes`` or ``from_packed``.
 
     A tensor from ``dt.quantize(..., out=...)`` shares memory with ``out``; all others are immutable.
@@ -68,14 +67,14 @@ class QuantizedTensor:
     (array([ 2, -4,  1], dtype=int8), 'c201')
     """
 
-    __slots__ = ("_codes", "_dtype", "_packed", "_params", "_shape", "_shared")
+    __slots__ = ("_codes", "_packed", "_params")
 
     def __init__(self, codes: ArrayLike, params: QuantParams, dtype: DTypeLike = "float32") -> None:
         """Make a tensor from unpacked codes; same as ``from_codes``."""
         array = as_array("codes", codes)
         self._dtype = float_dtype(dtype, "the tensor")
         _check_fit(params, array.shape, self._dtype)
-        self._codes: NDArray[Any] | None = _read_only_view(_checked_codes(array, params.spec))
+        self._codes: NDArray[Any] | None = read_only(_checked_codes(array, params.spec))
         self._packed: NDArray[np.uint8] | None = None
         self._params, self._shape, self._shared = params, array.shape, False
 
@@ -95,7 +94,7 @@ class QuantizedTensor:
         If ``shared``, the codes may change, so the tensor caches nothing and has no hash.
         """
         tensor = cls.__new__(cls)
-        view = _read_only_view(data)
+        view = read_only(data)
         tensor._codes, tensor._packed = (None, view) if packed else (view, None)
         tensor._params, tensor._shape, tensor._dtype, tensor._shared = params, shape, dtype, shared
         return tensor
@@ -133,7 +132,7 @@ class QuantizedTensor:
         """The codes, unpacked and read-only, in the data's shape."""
         if self._codes is not None:
             return self._codes
-        codes = _read_only_view(_unpacked(self.packed, self.spec, self._shape))
+        codes = read_only(_unpacked(self.packed, self.spec, self._shape))
         if not self._shared:
             self._codes = codes
         return codes
@@ -143,7 +142,7 @@ class QuantizedTensor:
         """The codes packed at ``spec.bits`` bits each, read-only: element 0 in the lowest bits of byte 0."""
         if self._packed is not None:
             return self._packed
-        packed = _read_only_view(pack(self.codes, self.spec.bits))
+        packed = read_only(pack(self.codes, self.spec.bits))
         if not self._shared:
             self._packed = packed
         return packed
@@ -157,21 +156,6 @@ class QuantizedTensor:
     def spec(self) -> QuantSpec:
         """The spec of the codes."""
         return self._params.spec
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the data."""
-        return self._shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The float type of the data that the tensor was made from; the default dtype of ``dequantize()``."""
-        return self._dtype
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return prod(self._shape)
 
     @property
     def nbytes(self) -> int:
@@ -199,49 +183,17 @@ class QuantizedTensor:
         codes = self.codes[full_index].copy()
         return type(self).trusted(codes, params, codes.shape, self._dtype)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, QuantizedTensor):
-            return NotImplemented
-        return (
-            self._shape == other._shape
-            and self._dtype == other._dtype
-            and self._params == other._params
-            and self.codes.tobytes() == other.codes.tobytes()
-        )
-
-    def __hash__(self) -> int:
-        if self._shared:
-            raise DtypeError(
-                "this tensor has no hash, because its codes are in the array passed as out=: call quantize without out="
-            )
-        return hash((self._shape, self._dtype, self._params, self.codes.tobytes()))
+    def _identity(self) -> tuple[object, ...]:
+        return self._params, self.codes.tobytes()
 
     def __reduce__(self) -> tuple[type["QuantizedTensor"], tuple[object, ...]]:
         return type(self), (self.codes, self._params, self._dtype)
-
-    __iter__ = None  # not iterable, because an index must be a slice
-
-    def __array__(self, *args: object, **options: object) -> NDArray[Any]:
-        """Raise an error, because the caller must choose between codes and values."""
-        raise DtypeError(
-            "a QuantizedTensor is not an array: use q.dequantize() for its values, or q.codes for its codes"
-        )
-
-    def __len__(self) -> int:
-        if not self._shape:
-            raise ShapeError("a 0-d QuantizedTensor has no length: use its attribute size")
-        return int(self._shape[0])
 
     def __repr__(self) -> str:
         return (
             f"QuantizedTensor(shape={self._shape}, dtype={self._dtype}, spec={short_spec(self.spec)}, "
             f"{self.nbytes:,} bytes, {self._compression:.1f}x smaller)"
         )
-
-    @property
-    def _compression(self) -> float:
-        """The size of the data in their float type, divided by ``nbytes``."""
-        return self.size * self._dtype.itemsize / max(self.nbytes, 1)
 
     def _repr_html_(self) -> str:
         """Format a table with shape and size, and a histogram of the codes, for notebooks."""
@@ -301,12 +253,6 @@ class QuantizedTensor:
             return cls.from_packed(packed, params, shape, dtype)
 
 
-def _read_only_view(array: NDArray[Any]) -> NDArray[Any]:
-    view = array.view()
-    view.setflags(write=False)
-    return view
-
-
 def _check_fit(params: QuantParams, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     check_is_params(params)
     Plan.select("dequantize", shape=shape, dtype=dtype, spec=params.spec).check_params(params)
@@ -358,29 +304,6 @@ def code_histogram(codes: NDArray[Any], spec: QuantSpec) -> tuple[list[int], flo
     width = -(-int(hi - lo + 1) // MAX_BINS)
     bins = (sample.astype(np.int64) - int(lo)) // width
     return np.bincount(bins, minlength=int(hi - lo) // width + 1).tolist(), lo, hi
-
-
-def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
-    """Expand an index to one slice per axis; an ellipsis and missing slices select whole axes."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    ellipses = [i for i, part in enumerate(parts) if isinstance(part, EllipsisType)]
-    missing = len(shape) - (len(parts) - len(ellipses))
-    if len(ellipses) > 1 or missing < 0:
-        raise ShapeError(
-            f"index {index!r} has too many parts for shape {shape}, expected at most one slice per axis and one "
-            "ellipsis"
-        )
-    at = ellipses[0] if ellipses else len(parts)
-    parts[at : at + 1] = [slice(None)] * missing
-    slices = tuple(part for part in parts if isinstance(part, slice))
-    if len(slices) != len(parts):
-        raise ShapeError(f"got index {index!r}, expected slices: use i:i+1 instead of i")
-    try:
-        for part in slices:
-            part.indices(1)
-    except (TypeError, ValueError) as fault:
-        raise ShapeError(f"cannot index a QuantizedTensor with {index!r}: {fault}") from fault
-    return slices
 
 
 def slice_params(params: QuantParams, shape: tuple[int, ...], slices: Slices) -> QuantParams:

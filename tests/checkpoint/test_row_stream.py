@@ -15,7 +15,7 @@ from detent.checkpoint import partial_file, row_stream
 from detent.checkpoint_files import ArrayTensor, TensorSource
 from detent.checkpoint_files.gguf_reader import read_gguf
 from detent.checkpoint_files.gguf_writer import gguf_layout
-from detent.cluster import process_executor
+from detent.cluster import process_executor, ray_executor
 from detent.errors import NaNError, ParamsError, RangeError, ShapeError, SpecError, UnsupportedError, WorkerError
 
 from .tiny_checkpoints import (
@@ -158,6 +158,15 @@ def test_processes_give_the_same_bytes(checkpoint, tmp_path, finished):
     with process_executor(2) as pool:
         qc.quantize(checkpoint, tmp_path / "x.gguf", vocabulary=False, executor=pool)
     assert (tmp_path / "x.gguf").read_bytes() == finished
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(180)
+def test_ray_gives_the_same_bytes(checkpoint, tmp_path, finished, ray_cluster):
+    with ray_executor(ray_cluster.address) as pool:
+        qc.quantize(checkpoint, tmp_path / "x.gguf", vocabulary=False, executor=pool, memory_budget="1 MB")
+    assert (tmp_path / "x.gguf").read_bytes() == finished
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
 
 
 class Interrupted(BaseException):

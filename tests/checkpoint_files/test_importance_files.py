@@ -87,7 +87,7 @@ def test_merging_in_any_order_gives_the_same_file(tmp_path):
 
 
 def test_importance_of_another_model_is_rejected():
-    with pytest.raises(ShapeError, match="belongs to another model"):
+    with pytest.raises(ShapeError, match="was collected with another model"):
         example().weights("blk.0.attn_q.weight", (4, 16))
     with pytest.raises(ShapeError, match="expected equal shapes"):
         ColumnSums(np.ones((1, 2)), np.ones(1)).merged(ColumnSums(np.ones((1, 3)), np.ones(1)))

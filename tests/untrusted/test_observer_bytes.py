@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import detent as dt
 from detent import storage
@@ -22,7 +23,7 @@ def forged(make=MinMax, *, about=(), state=(), settings=(), arrays=(), drop=(), 
     facts["settings"] |= dict(settings)
     facts |= dict(about)
     kept = {name: value for name, value in (stored | dict(arrays)).items() if name not in drop}
-    return storage.dumps(kept, {"detent.Observer": json.dumps(facts), **dict(metadata)})
+    return safetensors.numpy.save(kept, {"detent.Observer": json.dumps(facts), **dict(metadata)})
 
 
 def test_unchanged_bytes_are_valid():

@@ -133,6 +133,7 @@ struct Call {
   void* scale_out = nullptr;  // observe, derive: output
   void* zero_out = nullptr;
   std::atomic<bool>* refused = nullptr;  // set if a range is invalid; encode_blocks: if an element is not finite
+  std::atomic<bool>* extreme = nullptr;  // encode_blocks: set if scales of a block may be infinite or 0
 
   std::atomic<bool>* saw_nan = nullptr;       // set if a kernel checks for NaN and finds it
   std::atomic<int64_t>* nonfinite = nullptr;  // minmax: number of non-finite elements

@@ -7,10 +7,8 @@ of a text can be collected apart, on several machines, and merged (``Importance.
 
 import hashlib
 import json
-import logging
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +23,9 @@ from detent.checkpoint.sources import open as open_checkpoint
 from detent.checkpoint_files.architectures import GgufModel, gguf_model
 from detent.checkpoint_files.importance_files import ColumnSums, Importance, read_importance
 from detent.checkpoint_files.tensor_source import TensorSource
+from detent.checkpoint_files.text_files import read_text
 from detent.errors import DtypeError, FileFormatError, RangeError, ShapeError, SpecError, UnsupportedError
+from detent.silence import silenced
 from detent.storage import check_directory
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _origin(source: TensorSource, path: Path, data: TextOrTokens, options: list[
     """Return a digest of everything that importance depends on."""
     others = sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern) if file.is_file()})
     if isinstance(data, str | os.PathLike):
-        text = data if isinstance(data, str) else _read_text(Path(data))
+        text = data if isinstance(data, str) else read_text(Path(data), MAX_TEXT_BYTES)
         content = hashlib.sha256(text.encode(errors="surrogatepass"))
     else:
         tokens = np.asarray(data)
@@ -150,17 +150,12 @@ def _quiet_transformers() -> Iterator[None]:
     """Hide progress bars, warnings and log messages of transformers."""
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - an optional package
 
-    logger = logging.getLogger("transformers")
-    level = logger.level
     has_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
-    logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with silenced("transformers"):
             yield
     finally:
-        logger.setLevel(level)
         if has_bar:
             transformers_logging.enable_progress_bar()
 
@@ -180,7 +175,7 @@ def _chunks(path: Path, data: TextOrTokens, size: int, limit: int | None, vocabu
     if isinstance(data, str) and _names_file(data):
         raise SpecError(f"got the text {data!r}, which names a file: pass pathlib.Path({data!r}) to read the file")
     if isinstance(data, str | os.PathLike):
-        ids, bos = _tokenized(path, data if isinstance(data, str) else _read_text(Path(data)))
+        ids, bos = _tokenized(path, data if isinstance(data, str) else read_text(Path(data), MAX_TEXT_BYTES))
     else:
         ids = np.asarray(data)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -208,17 +203,6 @@ def _tokenized(path: Path, text: str) -> tuple[NDArray[np.int64], int | None]:
         ids = np.array(tokenizer(text)["input_ids"], np.int64)
     has_bos = len(ids) > 0 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
     return ids, int(tokenizer.bos_token_id) if has_bos else None
-
-
-def _read_text(path: Path) -> str:
-    if not path.is_file():
-        raise FileFormatError(f"{path}: there is no such file")
-    if path.stat().st_size > MAX_TEXT_BYTES:
-        raise FileFormatError(f"{path} has {path.stat().st_size:,} bytes, expected at most {MAX_TEXT_BYTES:,}")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise FileFormatError(f"{path} is not UTF-8: {error}") from error
 
 
 def _run(

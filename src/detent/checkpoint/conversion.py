@@ -24,12 +24,12 @@ from detent.checkpoint.sources import open as open_checkpoint
 from detent.checkpoint_files.architectures import gguf_model
 from detent.checkpoint_files.gguf_reader import DEFAULT_ALIGNMENT
 from detent.checkpoint_files.gguf_writer import GgufLayout, PlacedTensor, gguf_layout
-from detent.checkpoint_files.importance_files import Importance, read_importance
+from detent.checkpoint_files.importance_files import Importance, fit_importance, read_importance
 from detent.checkpoint_files.mixtures import choose_types, file_metadata, get_mixture
 from detent.checkpoint_files.target_model import GgufModel, MetadataEntry, TargetTensor
 from detent.checkpoint_files.tensor_source import TensorSource
 from detent.codec import parse
-from detent.errors import ShapeError, SpecError, UnsupportedError
+from detent.errors import SpecError, UnsupportedError
 from detent.gguf import find_block_format, type_format
 from detent.recipe import Recipe, get_recipe
 
@@ -88,10 +88,7 @@ class Conversion:
 
     def _weights(self, tensor: ConvertedTensor, matrix: int) -> NDArray[np.float32] | None:
         weights = self.importance.get(tensor.name)
-        if weights is None or weights.ndim == 1:
-            return weights
-        row: NDArray[np.float32] = weights[matrix if len(weights) > 1 else 0]
-        return row
+        return None if weights is None else weights[matrix]
 
 
 def decide_conversion(
@@ -205,15 +202,7 @@ def _fitting_importance(
         if values is None:
             missing.append(tensor.name)
             continue
-        columns, matrices = tensor.place.shape[-1], tensor.place.shape[0] if len(tensor.place.shape) > 2 else 1
-        if values.size == matrices * columns:  # legacy files do not have the number of experts
-            values = values.reshape(matrices, columns)
-        if values.shape not in {(columns,), (1, columns), (matrices, columns)}:
-            raise ShapeError(
-                f"the importance of {tensor.name} has shape {values.shape}, expected ({columns},) or ({matrices}, "
-                f"{columns}): it was collected with another model"
-            )
-        used[tensor.name] = values
+        used[tensor.name] = fit_importance(tensor.name, values, tensor.place.shape)
     if not is_given or not missing:
         return used, ()
     if not used:

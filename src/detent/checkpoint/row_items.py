@@ -17,7 +17,7 @@ from detent import __version__
 from detent.block_tensor import ScalePolicy, quantize_blocks
 from detent.checkpoint_files.gguf_writer import PlacedTensor
 from detent.checkpoint_files.target_model import TargetTensor
-from detent.checkpoint_files.tensor_source import ELEMENT_TYPES, SourceTensor
+from detent.checkpoint_files.tensor_source import ELEMENT_TYPES, SourceTensor, as_elements
 from detent.checks import first_nonfinite
 from detent.errors import NaNError, ParamsError, RangeError
 from detent.gguf import get_block_format
@@ -91,16 +91,15 @@ def encode(item: RowItem, rows: Floats) -> tuple[Bytes, str]:
     """
     dtype = item.place.type.dtype
     if dtype in ELEMENT_TYPES:
-        with np.errstate(all="ignore"):
-            values = np.ascontiguousarray(rows, ELEMENT_TYPES[dtype])
-        if not np.isfinite(values).all():
-            raise _not_finite(item, rows, values)
+        values, at = as_elements(rows, dtype)
+        if at is not None:
+            raise _not_finite(item, rows, at)
         return values.view(np.uint8).reshape(-1), ""
     form = get_block_format(dtype)
     try:
         return quantize_blocks(rows, form, importance=item.importance, scales="raise").packed, ""
     except (NaNError, RangeError) as error:
-        raise _not_finite(item, rows, rows) from error
+        raise _not_finite(item, rows, first_nonfinite(rows)) from error
     except ParamsError as error:
         text = f"tensor {item.place.name}, rows {item.start} to {item.stop - 1}: {error}"
         if item.scales == "raise":
@@ -109,9 +108,8 @@ def encode(item: RowItem, rows: Floats) -> tuple[Bytes, str]:
     return quantize_blocks(rows, form, importance=item.importance, scales="keep").packed, warning
 
 
-def _not_finite(item: RowItem, rows: Floats, values: NDArray[np.generic]) -> NaNError | RangeError:
-    """Return an error with the index in the tensor of the first value that is not finite."""
-    at = first_nonfinite(values)
+def _not_finite(item: RowItem, rows: Floats, at: tuple[int, ...]) -> NaNError | RangeError:
+    """Return an error with the index in the tensor of the first value that is not finite, given its index in rows."""
     flat = (item.start + at[0]) * item.place.shape[-1] + at[1]
     index = tuple(int(i) for i in np.unravel_index(flat, item.place.shape))
     label = f"tensor {item.place.name}, made from {', '.join(item.target.sources[:2])},"

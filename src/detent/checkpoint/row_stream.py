@@ -94,8 +94,7 @@ def quantize(  # noqa: PLR0913 - keyword arguments
         WorkerError: a worker failed, or the disk became full; the same call goes on.
     """
     start, target = time.perf_counter(), Path(output)
-    budget = _budget(memory_budget)
-    workers = 1 if executor is None else workers_of(as_executor(executor))
+    _, chunk = _resources(memory_budget, executor)
     conversion = decide_conversion(
         source,
         to,
@@ -111,11 +110,7 @@ def quantize(  # noqa: PLR0913 - keyword arguments
     partial = PartialFile(target, conversion.layout, _identity(conversion), resume=is_resumable)
     warnings = [*conversion.notes, *partial.warnings]
     with partial:
-        items = [
-            item
-            for item in conversion.items(partial.path.absolute(), _chunk_elements(budget, workers))
-            if not partial.has(item)
-        ]
+        items = [item for item in conversion.items(partial.path.absolute(), chunk) if not partial.has(item)]
         written, total = partial.resumed_nbytes, sum(each.nbytes for each in conversion.layout.tensors)
         with closing(_run_here(items, partial) if executor is None else _run_there(items, executor)) as results:
             for done in results:
@@ -154,8 +149,7 @@ def plan(
 
     The sizes are exact. The time is measured on some rows of every type, with the kernels of this process.
     """
-    budget = _budget(memory_budget)
-    workers = 1 if executor is None else workers_of(as_executor(executor))
+    workers, chunk = _resources(memory_budget, executor)
     conversion = decide_conversion(
         source,
         to,
@@ -165,7 +159,6 @@ def plan(
         vocabulary=vocabulary,
         scales=scales,
     )
-    chunk = _chunk_elements(budget, workers)
     elements = max((_largest_item(each, chunk) for each in conversion.tensors), default=0)
     return ConversionPlan(
         conversion.to,
@@ -188,16 +181,15 @@ def check_output(source: TensorSource, target: Path) -> None:
             raise SpecError(f"{target} is a file of the source: choose another output")
 
 
-def _budget(value: int | str) -> int:
-    if isinstance(value, str):
-        return parse_bytes(value)
-    return as_integer("memory_budget", value, at_least=1)
-
-
-def _chunk_elements(budget: int, workers: int) -> int:
-    """Return the number of elements of an item that fits the budget."""
+def _resources(memory_budget: int | str, executor: Executor | None) -> tuple[int, int]:
+    """Return the number of workers, and the number of elements of an item that fits their budget."""
+    if isinstance(memory_budget, str):
+        budget = parse_bytes(memory_budget)
+    else:
+        budget = as_integer("memory_budget", memory_budget, at_least=1)
+    workers = 1 if executor is None else workers_of(as_executor(executor))
     available = max(budget - FIXED_BYTES, budget // 4)
-    return max(1, min(MAX_CHUNK_ELEMENTS, available // (workers * ITEMS_IN_WORK * BYTES_PER_ELEMENT)))
+    return workers, max(1, min(MAX_CHUNK_ELEMENTS, available // (workers * ITEMS_IN_WORK * BYTES_PER_ELEMENT)))
 
 
 def _largest_item(tensor: ConvertedTensor, chunk: int) -> int:

@@ -13,7 +13,7 @@ Sums are float64 here and float32 in files, so importance that is collected in p
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from os import PathLike, fspath
 from pathlib import Path
@@ -29,7 +29,7 @@ from detent.checkpoint_files.tensor_source import TensorSource
 from detent.errors import FileFormatError, RangeError, ShapeError, SpecError
 from detent.storage import write_atomic
 
-__all__ = ["ColumnSums", "Importance", "read_importance", "write_importance"]
+__all__ = ["ColumnSums", "Importance", "fit_importance", "read_importance", "write_importance"]
 
 MAX_ENTRIES, MAX_NAME_BYTES = 1 << 20, 1 << 12
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -99,7 +99,6 @@ class Importance(Mapping[str, NDArray[np.float32]]):
     datasets: tuple[str, ...] = ()
     chunk_count: int = 0
     chunk_size: int = 0
-    path: str = field(default="", compare=False)
     origin: str = ""
 
     def __post_init__(self) -> None:
@@ -122,19 +121,7 @@ class Importance(Mapping[str, NDArray[np.float32]]):
         Raises:
             ShapeError: the importance belongs to a tensor of another shape.
         """
-        sums = self.columns.get(name)
-        if sums is None:
-            return None
-        expected = (prod(shape[:-2]), shape[-1])
-        weights = sums.weights()
-        if weights.size == prod(expected) and expected[0] > 1:  # legacy files do not have the number of experts
-            weights = weights.reshape(expected)
-        if weights.shape != expected:
-            raise ShapeError(
-                f"the importance of {name} has shape {weights.shape}, but the tensor has shape {shape}: the file "
-                f"{self.path or ''} belongs to another model"
-            )
-        return weights
+        return fit_importance(name, self[name], shape) if name in self else None
 
     def merged(self, other: "Importance") -> "Importance":
         """Return the importance over the texts of both, as if they had been collected at once."""
@@ -150,6 +137,23 @@ class Importance(Mapping[str, NDArray[np.float32]]):
     def save(self, path: str | PathLike[str]) -> None:
         """Write the file; see ``write_importance``."""
         write_importance(self, path)
+
+
+def fit_importance(name: str, weights: NDArray[np.float32], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Return importance for a tensor as (matrices, columns); one row of weights is that of all matrices.
+
+    Raises:
+        ShapeError: the importance belongs to a tensor of another shape.
+    """
+    columns, matrices = shape[-1], prod(shape[:-2])
+    if weights.size == matrices * columns:  # legacy files do not have the number of experts
+        return weights.reshape(matrices, columns)
+    if weights.shape not in {(columns,), (1, columns)}:
+        raise ShapeError(
+            f"the importance of {name} has shape {weights.shape}, expected ({columns},) or ({matrices}, {columns}): it "
+            "was collected with another model"
+        )
+    return np.broadcast_to(weights, (matrices, columns))
 
 
 def read_importance(path: str | PathLike[str]) -> Importance:
@@ -196,7 +200,7 @@ def _from_gguf(source: TensorSource, path: str) -> Importance:
         raise FileFormatError(f"{path}: {DATASETS} must be a list of strings")
     chunks, size = _count(source, CHUNKS, path), _count(source, CHUNK_SIZE, path)
     origin = source.metadata.get(ORIGIN, "")
-    return Importance(columns, tuple(datasets), chunks, size, path, origin if isinstance(origin, str) else "")
+    return Importance(columns, tuple(datasets), chunks, size, origin if isinstance(origin, str) else "")
 
 
 def _count(source: TensorSource, key: str, path: str) -> int:
@@ -242,12 +246,12 @@ def _from_legacy(data: bytes, path: str) -> Importance:
             raise FileFormatError(f"{path}: {name[:100]!r} has no values")
         columns[name] = ColumnSums(values[None], np.array([calls]))
     if reader.at == len(data):
-        return Importance(columns, path=path)
+        return Importance(columns)
     chunks = reader.integer("number of chunks", (1 << 31) - 1)
     datasets = (reader.text(reader.integer("length of the text's name", MAX_NAME_BYTES)),)
     if reader.left:
         raise FileFormatError(f"{path} has {reader.left} unexpected bytes at its end")
-    return Importance(columns, datasets, chunks, 0, path)
+    return Importance(columns, datasets, chunks)
 
 
 class _LegacyReader:

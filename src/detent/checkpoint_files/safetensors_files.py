@@ -21,8 +21,9 @@ from types import MappingProxyType
 from typing import Any
 
 from detent.checkpoint_files.tensor_source import StoredTensor, TensorSource
+from detent.checkpoint_files.text_files import read_text
 from detent.checks import are_sizes
-from detent.codec import MAX_CHARS_SHOWN, parse, reading
+from detent.codec import MAX_CHARS_SHOWN, parse
 from detent.errors import FileFormatError
 from detent.storage import LENGTH_BYTES, header_length, read_header
 
@@ -87,11 +88,7 @@ def read_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _read_json(path: Path, limit: int) -> dict[str, Any]:
-    size = path.stat().st_size
-    if size > limit:
-        raise FileFormatError(f"{path} has {size} bytes, expected at most {limit}: it is not part of a checkpoint")
-    with reading(f"{path} is damaged", keep=FileFormatError):
-        return parse(path.read_bytes().decode(), str(path), limit=limit)
+    return parse(read_text(path, limit), str(path), limit=limit)
 
 
 def _shards(path: Path) -> tuple[list[Path], Mapping[str, str]]:

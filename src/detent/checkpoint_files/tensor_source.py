@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.block_format import BlockFormat
-from detent.checks import FLOATS
+from detent.checks import FLOATS, first_nonfinite
 from detent.errors import FileFormatError, ShapeError, UnsupportedError
 from detent.gguf import find_block_format
 from detent.kernels import decode_blocks
 
-__all__ = ["ELEMENT_TYPES", "ArrayTensor", "SourceTensor", "StoredTensor", "TensorSource", "float_rows"]
+__all__ = ["ELEMENT_TYPES", "ArrayTensor", "SourceTensor", "StoredTensor", "TensorSource", "as_elements", "float_rows"]
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -253,6 +253,13 @@ def checked_rows(name: str, shape: tuple[int, ...], start: int, stop: int | None
     if not 0 <= start <= stop <= rows:
         raise ShapeError(f"got rows {start} to {stop} of tensor {name!r}, expected a range within its {rows} rows")
     return start, stop
+
+
+def as_elements(rows: Floats, dtype: str) -> tuple[Array, tuple[int, ...] | None]:
+    """Return rows as elements of a type, and the index of the first that is not finite, or None."""
+    with np.errstate(all="ignore"):
+        values = np.ascontiguousarray(rows, ELEMENT_TYPES[dtype])
+    return values, None if np.isfinite(values).all() else first_nonfinite(values)
 
 
 def float_rows(name: str, rows: Array) -> Floats:

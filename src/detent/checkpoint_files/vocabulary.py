@@ -21,6 +21,7 @@ from detent.checkpoint_files.model_config import ModelConfig
 from detent.checkpoint_files.pre_tokenizers import CHECK_TEXT, name_of_pattern, name_of_tokens
 from detent.checkpoint_files.sentencepiece_model import read_sentencepiece
 from detent.checkpoint_files.target_model import MetadataEntry
+from detent.checkpoint_files.text_files import read_text
 from detent.errors import FileFormatError, SpecError, UnsupportedError, install_hint
 
 __all__ = ["Vocabulary", "read_vocabulary", "vocabulary_entries"]
@@ -237,7 +238,7 @@ class _TokenizerFiles:
     def chat_template(self) -> str:
         path = self.directory / "chat_template.jinja"
         if path.is_file():
-            return _read_text(path)
+            return read_text(path, MAX_JSON_BYTES)
         given = self.settings.get("chat_template")
         if isinstance(given, list):
             named = {each.get("name"): each.get("template") for each in given if isinstance(each, Mapping)}
@@ -329,21 +330,12 @@ def _merges(files: _TokenizerFiles) -> list[tuple[str, str]]:
     return pairs
 
 
-def _read_text(path: Path) -> str:
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise FileFormatError(f"{path} has {path.stat().st_size:,} bytes, expected at most {MAX_JSON_BYTES:,}")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise FileFormatError(f"{path} is not UTF-8: {error}") from error
-
-
 def _read_json(path: Path) -> dict[str, Any] | None:
     """Read a JSON object; None if there is no such file."""
     if not path.is_file():
         return None
     try:
-        value = json.loads(_read_text(path))
+        value = json.loads(read_text(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError, MemoryError) as error:
         raise FileFormatError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -357,7 +349,7 @@ def _load_tokenizer(path: Path) -> Any:  # noqa: ANN401 - the package may be mis
     except ImportError as error:
         raise UnsupportedError(f"{path}: vocabularies need the package tokenizers: {install_hint('gguf')}") from error
     try:
-        return Tokenizer.from_str(_read_text(path))
+        return Tokenizer.from_str(read_text(path, MAX_JSON_BYTES))
     except FileFormatError:
         raise
     except BaseException as error:  # the package raises the class Exception itself, and on bugs a PanicException

@@ -379,7 +379,8 @@ def _runs_checkpoint(context: typer.Context, model: Path, to: str | None) -> boo
         run_checkpoint_job(context.params, given)
         return True
     if model.is_dir() or model.suffix.lower() in {".gguf", ".safetensors"}:
-        raise SpecError(f"{model} is a checkpoint, or not a model: pass --to, for example --to gguf:Q4_K_M")
+        what = "directory: if it contains a checkpoint" if model.is_dir() else "checkpoint"
+        raise SpecError(f"{model} is a {what}, pass --to, for example --to gguf:Q4_K_M")
     options = [option for name, option in given.items() if name in CHECKPOINT_ONLY]
     if options:
         raise SpecError(f"{', '.join(options)} needs --to, which is for checkpoints: add --to, or drop it")

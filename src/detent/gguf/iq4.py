@@ -9,8 +9,7 @@ iq4_xs 256 elements: d; high 2 bits and low 4 bits of 8 scales; codes  value (d 
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.block_format import BlockFormat
-from detent.gguf.layout import by_blocks, half, pick, place, read_half
+from detent.gguf.layout import block_format, half, pick, place, read_half
 from detent.gguf.searches import NEGLIGIBLE, first_largest, nearest, ordered_sum
 
 __all__ = ["iq4_nl", "iq4_xs"]
@@ -97,27 +96,23 @@ def _decode_xs(blocks: Bytes) -> Floats:
     return values
 
 
-iq4_nl = BlockFormat(
+iq4_nl = block_format(
     "iq4_nl",
     20,
     4,
-    PART,
-    18,
+    (PART, 18),
     (0,),
-    True,
-    lambda x, importance: by_blocks(x, importance, PART, 18, _encode_nl),
+    _encode_nl,
     lambda blocks: read_half(blocks, 0) * LEVELS[_unpack_nl(blocks)],
     _unpack_nl,
 )
-iq4_xs = BlockFormat(
+iq4_xs = block_format(
     "iq4_xs",
     23,
     4,
-    256,
-    136,
+    (256, 136),
     (0,),
-    True,
-    lambda x, importance: by_blocks(x, importance, 256, 136, _encode_xs),
+    _encode_xs,
     _decode_xs,
     _unpack_xs,
     fallback="iq4_nl",

@@ -15,8 +15,7 @@ stored scales. Where a stored scale is 0, the codes of the search stay.
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.block_format import BlockFormat
-from detent.gguf.layout import by_blocks, half, pick, place, read_half
+from detent.gguf.layout import block_format, half, pick, place, read_half
 from detent.gguf.searches import (
     NEGLIGIBLE,
     affine,
@@ -243,67 +242,57 @@ def _decode_q6_k(blocks: Bytes) -> Floats:
     return np.repeat(d, 16, axis=1) * (_unpack_q6_k(blocks).astype(np.float32) - F32(32))
 
 
-q2_k = BlockFormat(
+q2_k = block_format(
     "q2_k",
     10,
     2,
-    SIZE,
-    84,
+    (SIZE, 84),
     (80, 82),
-    True,
-    lambda x, importance: by_blocks(x, importance, SIZE, 84, _encode_q2_k),
+    _encode_q2_k,
     _decode_q2_k,
     _unpack_q2_k,
     fallback="q4_0",
 )
-q3_k = BlockFormat(
+q3_k = block_format(
     "q3_k",
     11,
     3,
-    SIZE,
-    110,
+    (SIZE, 110),
     (108,),
-    True,
-    lambda x, importance: by_blocks(x, importance, SIZE, 110, _encode_q3_k),
+    _encode_q3_k,
     _decode_q3_k,
     _unpack_q3_k,
     fallback="q4_0",
 )
-q4_k = BlockFormat(
+q4_k = block_format(
     "q4_k",
     12,
     4,
-    SIZE,
-    144,
+    (SIZE, 144),
     (0, 2),
-    True,
-    lambda x, importance: by_blocks(x, importance, SIZE, 144, lambda x, weights, _: _encode_q4_q5(x, weights, 4)),
+    lambda x, weights, _: _encode_q4_q5(x, weights, 4),
     lambda blocks: _decode_affine(blocks, _unpack_q4_k(blocks)),
     _unpack_q4_k,
     fallback="q5_0",
 )
-q5_k = BlockFormat(
+q5_k = block_format(
     "q5_k",
     13,
     5,
-    SIZE,
-    176,
+    (SIZE, 176),
     (0, 2),
-    True,
-    lambda x, importance: by_blocks(x, importance, SIZE, 176, lambda x, weights, _: _encode_q4_q5(x, weights, 5)),
+    lambda x, weights, _: _encode_q4_q5(x, weights, 5),
     lambda blocks: _decode_affine(blocks, _unpack_q5_k(blocks)),
     _unpack_q5_k,
     fallback="q5_1",
 )
-q6_k = BlockFormat(
+q6_k = block_format(
     "q6_k",
     14,
     6,
-    SIZE,
-    210,
+    (SIZE, 210),
     (208,),
-    True,
-    lambda x, importance: by_blocks(x, importance, SIZE, 210, _encode_q6_k),
+    _encode_q6_k,
     _decode_q6_k,
     _unpack_q6_k,
     fallback="q8_0",

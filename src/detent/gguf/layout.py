@@ -6,11 +6,42 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["by_blocks", "columns", "half", "pick", "place", "read_half", "tiles"]
+from detent.block_format import BlockFormat
+
+__all__ = ["block_format", "columns", "half", "pick", "place", "read_half", "tiles"]
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
+EncodeBlocks = Callable[[Floats, Floats | None, Floats], Bytes]
 MAX_ELEMENTS = 1 << 20  # elements that are encoded at once, to bound the memory of the search
+
+
+def block_format(  # noqa: PLR0913 - the fields of a format
+    name: str,
+    gguf_type: int,
+    bits: int,
+    shape: tuple[int, int],
+    scale_offsets: tuple[int, ...],
+    encode: EncodeBlocks,
+    decode: Callable[[Bytes], Floats],
+    unpack: Callable[[Bytes], NDArray[Any]],
+    *,
+    uses_importance: bool = True,
+    fallback: str = "",
+) -> BlockFormat:
+    """Make a format from functions for many blocks; ``shape`` is the number of elements and of bytes of a block.
+
+    ``encode`` receives the elements (size, blocks), their importance or None, and the mean square of the row that each
+    block belongs to, which is computed only if there is an importance.
+    """
+    size, width = shape
+
+    def encode_rows(x: Floats, importance: Floats | None) -> Bytes:
+        return _by_blocks(x, importance if uses_importance else None, size, width, encode)
+
+    return BlockFormat(
+        name, gguf_type, bits, size, width, scale_offsets, uses_importance, encode_rows, decode, unpack, fallback
+    )
 
 
 def tiles(x: Floats) -> Iterator[tuple[int, Floats]]:
@@ -20,18 +51,8 @@ def tiles(x: Floats) -> Iterator[tuple[int, Floats]]:
         yield start, x[start : start + count]
 
 
-def by_blocks(
-    x: Floats,
-    importance: Floats | None,
-    size: int,
-    width: int,
-    encode: Callable[[Floats, Floats | None, Floats], Bytes],
-) -> Bytes:
-    """Encode rows (n, K) block by block to bytes (n, K / size * width).
-
-    ``encode`` receives the elements of many blocks (size, blocks), their importance or None, and the mean square of the
-    row that each block belongs to, which is computed only if there is an importance.
-    """
+def _by_blocks(x: Floats, importance: Floats | None, size: int, width: int, encode: EncodeBlocks) -> Bytes:
+    """Encode rows (n, K) block by block to bytes (n, K / size * width)."""
     out = np.empty((x.shape[0], x.shape[1] // size * width), np.uint8)
     per_row = x.shape[1] // size
     for start, rows in tiles(x):

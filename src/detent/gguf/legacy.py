@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.block_format import BlockFormat
-from detent.gguf.layout import by_blocks, half, pick, place, read_half
+from detent.gguf.layout import block_format, half, pick, place, read_half
 from detent.gguf.searches import affine, extremes, first_largest, signed
 
 __all__ = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
@@ -56,18 +56,7 @@ def _symmetric(bits: int, name: str, gguf_type: int) -> BlockFormat:
         return _unpack(blocks[:, 2:], bits)
 
     width = 2 + SIZE * bits // 8
-    return BlockFormat(
-        name,
-        gguf_type,
-        bits,
-        SIZE,
-        width,
-        (0,),
-        True,
-        lambda x, importance: by_blocks(x, importance, SIZE, width, encode_blocks),
-        decode,
-        unpack,
-    )
+    return block_format(name, gguf_type, bits, (SIZE, width), (0,), encode_blocks, decode, unpack)
 
 
 def _affine(bits: int, name: str, gguf_type: int) -> BlockFormat:
@@ -94,18 +83,7 @@ def _affine(bits: int, name: str, gguf_type: int) -> BlockFormat:
         return _unpack(blocks[:, 4:], bits)
 
     width = 4 + SIZE * bits // 8
-    return BlockFormat(
-        name,
-        gguf_type,
-        bits,
-        SIZE,
-        width,
-        (0, 2),
-        True,
-        lambda x, importance: by_blocks(x, importance, SIZE, width, encode_blocks),
-        decode,
-        unpack,
-    )
+    return block_format(name, gguf_type, bits, (SIZE, width), (0, 2), encode_blocks, decode, unpack)
 
 
 def _pack(codes: NDArray[np.int32], bits: int) -> Bytes:
@@ -142,15 +120,14 @@ q4_0 = _symmetric(4, "q4_0", 2)
 q4_1 = _affine(4, "q4_1", 3)
 q5_0 = _symmetric(5, "q5_0", 6)
 q5_1 = _affine(5, "q5_1", 7)
-q8_0 = BlockFormat(
+q8_0 = block_format(
     "q8_0",
     8,
     8,
-    SIZE,
-    34,
+    (SIZE, 34),
     (0,),
-    False,
-    lambda x, importance: by_blocks(x, None, SIZE, 34, _encode_q8_0),  # noqa: ARG005 - not weighted
+    _encode_q8_0,
     lambda blocks: _codes_q8_0(blocks).astype(np.float32) * read_half(blocks, 0),
     _codes_q8_0,
+    uses_importance=False,
 )

@@ -11,8 +11,7 @@ up to the next integer. So the bytes differ, and this format has a name of its o
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.block_format import BlockFormat
-from detent.gguf.layout import by_blocks, pick, place
+from detent.gguf.layout import block_format, pick, place
 
 __all__ = ["mxfp4"]
 
@@ -45,15 +44,14 @@ def _unpack(blocks: Bytes) -> Bytes:
     return pick(blocks[:, 1:], 4, 2).reshape(-1, SIZE)
 
 
-mxfp4 = BlockFormat(
+mxfp4 = block_format(
     "gguf.mxfp4",
     39,
     4,
-    SIZE,
-    WIDTH,
+    (SIZE, WIDTH),
     (),
-    False,
-    lambda x, importance: by_blocks(x, None, SIZE, WIDTH, _encode),  # noqa: ARG005 - not weighted
+    _encode,
     lambda blocks: LEVELS[_unpack(blocks)] * _halves(blocks[:, :1]),
     _unpack,
+    uses_importance=False,
 )

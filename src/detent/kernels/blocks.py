@@ -1,5 +1,7 @@
 """Blocks: rows of float32 encoded to the bytes of a block format, and decoded again."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,17 +16,24 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 
-def encode_blocks(form: BlockFormat, x: Floats, importance: Floats | None, out: Bytes) -> bool:
-    """Encode rows (n, K) to ``out``, n rows of bytes; return whether x is finite. If not, ``out`` is undefined."""
+class EncodedBlocks(NamedTuple):
+    """Whether the data are finite, and whether scales of a block may be infinite or 0, so that they must be checked."""
+
+    is_finite: bool
+    needs_check: bool
+
+
+def encode_blocks(form: BlockFormat, x: Floats, importance: Floats | None, out: Bytes) -> EncodedBlocks:
+    """Encode rows (n, K) to ``out``, n rows of bytes. If x is not finite, ``out`` is undefined."""
     if not x.size:
-        return True
+        return EncodedBlocks(is_finite=True, needs_check=False)
     weights = importance if form.uses_importance else None
     if _runs_natively(form):
-        return native.encode_blocks(form.gguf_type, x, weights, out)
-    if not np.isfinite(x).all():
-        return False
-    out[...] = form.encode(x, weights)
-    return True
+        return EncodedBlocks(*native.encode_blocks(form.gguf_type, x, weights, out))
+    is_finite = bool(np.isfinite(x).all())
+    if is_finite:
+        out[...] = form.encode(x, weights)
+    return EncodedBlocks(is_finite, needs_check=True)
 
 
 def decode_blocks(form: BlockFormat, blocks: Bytes, out: Floats) -> None:

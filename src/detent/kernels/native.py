@@ -399,10 +399,13 @@ def layer_step(x: Problem, weight: Problem, settings: Mapping[str, Any]) -> Any:
     return _native.LayerStep(*runners, settings)  # type: ignore[union-attr]  # without it, there is a refusal
 
 
-def encode_blocks(gguf_type: int, x: Array, importance: Array | None, out: NDArray[np.uint8]) -> bool:
-    """Encode rows of float32 to a block format; return whether all elements are finite."""
+def encode_blocks(gguf_type: int, x: Array, importance: Array | None, out: NDArray[np.uint8]) -> tuple[bool, bool]:
+    """Encode rows of float32 to a block format.
+
+    Returns whether all elements are finite, and whether scales of a block may be infinite or 0.
+    """
     weights = np.empty(0, np.float32) if importance is None else ready(importance)
-    return bool(_native.encode_blocks(_Level.index, gguf_type, x.shape[1], ready(x), weights, out))  # type: ignore[union-attr]
+    return _native.encode_blocks(_Level.index, gguf_type, x.shape[1], ready(x), weights, out)  # type: ignore[union-attr, no-any-return]
 
 
 def decode_blocks(gguf_type: int, blocks: NDArray[np.uint8], out: Array) -> None:

@@ -7,7 +7,7 @@ come from the directory of the float model.
 """
 
 from collections.abc import Iterator, Mapping
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from detent.block_tensor import BlockTensor
 from detent.checkpoint_files.architectures import GgufModel, TargetTensor, gguf_model
 from detent.checkpoint_files.gguf_writer import gguf_layout
 from detent.checkpoint_files.mixtures import MIXTURES, file_metadata, is_float_tensor
+from detent.checkpoint_files.safetensors_files import read_config
 from detent.checkpoint_files.target_model import Constant, ExpertRows, Experts, Transposed
-from detent.checkpoint_files.tensor_source import ArrayTensor, TensorSource
-from detent.codec import parse
+from detent.checkpoint_files.tensor_source import ArrayTensor, TensorSource, as_elements
 from detent.errors import DtypeError, FileFormatError, RangeError, SpecError, UnsupportedError
 from detent.storage import check_directory, write_atomic
 from detent.torch.arrays import full_tensor, on_cpu
@@ -31,9 +31,8 @@ from detent.torch.preparation import quantized_state
 
 __all__ = ["export_gguf"]
 
-MAX_CONFIG_BYTES = 1 << 24
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_ELEMENTS: dict[str, Any] = {"F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
+_ELEMENTS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _OUTPUT_LAYER = "lm_head.weight"
 
 
@@ -105,13 +104,9 @@ def _block_weights(model: nn.Module) -> dict[str, BlockTensor]:
 
 def _source(model: nn.Module, directory: Path) -> TensorSource:
     """Return the parameters of a model as a checkpoint in memory."""
-    path = directory / "config.json"
-    if not path.is_file() or path.stat().st_size > MAX_CONFIG_BYTES:
-        raise FileFormatError(f"{fspath(path)} does not exist, or is too large: pass the directory of the float model")
-    try:
-        config = parse(path.read_text(encoding="utf-8"), fspath(path))
-    except UnicodeDecodeError as error:
-        raise FileFormatError(f"{fspath(path)} is not UTF-8: {error}") from error
+    config = read_config(directory)
+    if config is None:
+        raise FileFormatError(f"{directory} has no config.json: pass the directory of the float model")
     if config.get("architectures") is None:  # saved without the model
         config["architectures"] = [type(model).__name__]
     tensors = {name: ArrayTensor(name, _array(name, parameter)) for name, parameter in model.named_parameters()}
@@ -155,12 +150,13 @@ def _type_of(tensor: TargetTensor, source: TensorSource, state: Mapping[str, Blo
 
 def _tensor_bytes(tensor: TargetTensor, kind: str, source: TensorSource, state: Mapping[str, BlockTensor]) -> bytes:
     if kind in _ELEMENTS:
-        with np.errstate(all="ignore"):
-            values = tensor.rows(source).astype(_ELEMENTS[kind])
-        if not np.isfinite(values).all():
+        floats = tensor.rows(source)
+        values, at = as_elements(floats, _ELEMENTS[kind])
+        if at is not None:
+            value = "NaN" if np.isnan(floats[at]) else floats[at]
             raise RangeError(
-                f"{', '.join(tensor.sources) or tensor.name} contains NaN, infinities, or values that {kind} cannot "
-                "represent: nothing was written"
+                f"{', '.join(tensor.sources) or tensor.name} contains {value}, which {kind} cannot represent as a "
+                "finite number: nothing was written"
             )
         return values.tobytes()
     parts = [state[name].packed.reshape(state[name].shape[0], -1) for name in tensor.sources]

@@ -10,7 +10,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike, fspath
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from detent.checks import as_integer
 from detent.errors import DetentError, DtypeError, FileFormatError, SpecError, UnsupportedError, install_hint
+from detent.silence import silenced
 from detent.storage import check_directory
 from detent.torch.arrays import Arguments, arguments_of
 from detent.torch.export_marks import Marked, copy_for_export, mark
@@ -339,16 +340,6 @@ def _recurrent_loops(shapes: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def quiet_exporter() -> Iterator[None]:
+def quiet_exporter() -> AbstractContextManager[None]:
     """Silence the exporter's warnings about its own code."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir"))}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+    return silenced("torch.onnx", "onnxscript", "onnx_ir")
