@@ -29,7 +29,7 @@ Bytes = NDArray[np.uint8]
 ScalePolicy: TypeAlias = Literal["raise", "keep"]
 FILE_VERSION = 1
 FLOAT16_SIZE = 0x7FFF  # the bits of a float16 without its sign, which compare like magnitudes
-LEAST_WRAPPED = 232  # lowest byte of a negative exponent: that of the smallest float32 is -24
+FIRST_WRAPPED = 232  # lowest byte of a negative exponent: that of the smallest float32 is -24
 FLOAT16_INF = 0x7C00  # infinity; NaN is larger
 _METADATA = "detent.BlockTensor"
 _KEYS = frozenset({"format", "shape", "dtype"})
@@ -332,7 +332,7 @@ def _refuse_nonfinite(data: Array, rows: NDArray[np.float32]) -> None:
 
 def _check_exponents(form: BlockFormat, rows: NDArray[np.float32], packed: Bytes) -> None:
     """Raise if the exponent of a block is below the range of a byte; ggml then stores its lowest 8 bits."""
-    bad = packed.reshape(-1, form.block_bytes)[:, 0] >= LEAST_WRAPPED
+    bad = packed.reshape(-1, form.block_bytes)[:, 0] >= FIRST_WRAPPED
     candidates = np.flatnonzero(bad)
     bad[candidates] = np.abs(rows.reshape(-1, form.block_size)[candidates]).max(axis=1, initial=0) < 1
     if not bad.any():

@@ -81,6 +81,12 @@ def test_mxfp4_moe_stores_experts_in_mxfp4_and_the_rest_in_q8_0(tmp_path):
     assert dt.verify(source, tmp_path / "moe.gguf").ok
 
 
+def test_experts_with_another_type_are_no_missing_experts(tmp_path):
+    source = write_checkpoint(tmp_path / "moe", mixtral_tensors(), mixtral_config())
+    recipe = dt.Recipe([dt.Rule("blk.*_exps", weight="gguf.q8_0"), dt.Rule("*")])
+    assert qc.plan(source, "gguf:MXFP4_MOE", vocabulary=False, recipe=recipe).notes == ()
+
+
 def test_mxfp4_moe_of_a_model_without_experts_says_that_all_weights_are_q8_0(checkpoint, tmp_path):
     report = qc.quantize(checkpoint, tmp_path / "x.gguf", "gguf:MXFP4", vocabulary=False)
     assert set(report.types) == {"Q8_0", "F32"}

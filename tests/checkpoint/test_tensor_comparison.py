@@ -90,3 +90,18 @@ def test_values_that_are_not_finite_are_equal_or_not_compared(tmp_path):
 def test_metadata_of_safetensors_do_not_make_a_gguf_file(tmp_path):
     x = np.ones((2, 3), np.float32)
     assert compared(tmp_path, x, x, {"general.architecture": "llama"}).is_equal
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (np.int64([2**53, 1]), np.int64([2**53 + 1, 1])),
+        (np.float64([1.0, np.nan]), np.float64([1.0 + 1e-12, np.nan])),
+        (np.float64([1.0 + 1e-12]), np.float32([1.0])),
+    ],
+)
+def test_values_that_are_equal_only_as_float32_differ(tmp_path, first, second):
+    comparison = compared(tmp_path, first, second)
+    assert not comparison.is_equal
+    assert comparison.tensors[0].note == "different, but equal as float32"
+    assert compared(tmp_path, first, first).is_equal

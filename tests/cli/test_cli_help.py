@@ -47,7 +47,7 @@ def test_program_help_fits_a_screen_and_lists_all_commands(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_command_help_fits_a_screen(name, monkeypatch, capsys):
+def test_command_help_is_short(name, monkeypatch, capsys):
     lines = help_lines(monkeypatch, capsys, name)
     assert len(lines) <= (QUANTIZE_LINES if name == "quantize" else SCREEN_LINES)
     assert max(map(len, lines)) <= SCREEN_COLUMNS

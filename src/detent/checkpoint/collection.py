@@ -24,6 +24,7 @@ from detent.checkpoint_files.architectures import GgufModel, gguf_model
 from detent.checkpoint_files.importance_files import ColumnSums, Importance, read_importance
 from detent.checkpoint_files.tensor_source import TensorSource
 from detent.checkpoint_files.text_files import read_text
+from detent.checks import as_integer
 from detent.errors import DtypeError, FileFormatError, RangeError, ShapeError, SpecError, UnsupportedError
 from detent.silence import silenced
 from detent.storage import check_directory
@@ -71,14 +72,17 @@ def collect(
         RangeError: invalid token ids, or activations that are not finite.
         FileFormatError: the model or the text cannot be read.
     """
-    if chunk_size < 1 or (max_chunks is not None and max_chunks < 1):
-        raise SpecError(f"got chunk_size={chunk_size} and max_chunks={max_chunks}, expected at least 1")
+    chunk_size = as_integer("chunk_size", chunk_size, at_least=1)
+    max_chunks = None if max_chunks is None else as_integer("max_chunks", max_chunks, at_least=1)
+    data = data if isinstance(data, str | os.PathLike) else _token_ids(data)
     if output is not None:
         check_directory(Path(output).absolute().parent)
     opened = source if isinstance(source, TensorSource) else open_checkpoint(source)
     if opened.path is None or opened.config is None:
         raise UnsupportedError("importance is collected with transformers: pass a directory with config.json")
-    origin = _origin(opened, opened.path, data, [chunk_size, max_chunks, include_output])
+    origin = ""
+    if output is not None:
+        origin = _origin(opened, opened.path, data, [chunk_size, max_chunks, include_output])
     if resume and output is not None and (kept := _kept(Path(output), origin)) is not None:
         return kept
     target = gguf_model(opened, vocabulary=False)
@@ -101,13 +105,16 @@ def collected(source: str | os.PathLike[str], data: TextOrTokens, output: Path) 
 
 
 def _origin(source: TensorSource, path: Path, data: TextOrTokens, options: list[object]) -> str:
-    """Return a digest of everything that importance depends on."""
+    """Return a digest of what importance was measured with: model, data, options and the version of detent.
+
+    Large files are identified by size and modification time.
+    """
     others = sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern) if file.is_file()})
     if isinstance(data, str | os.PathLike):
         text = data if isinstance(data, str) else read_text(Path(data), MAX_TEXT_BYTES)
         content = hashlib.sha256(text.encode(errors="surrogatepass"))
     else:
-        tokens = np.asarray(data)
+        tokens = _token_ids(data)
         content = hashlib.sha256(json.dumps([tokens.dtype.str, tokens.shape]).encode() + tokens.tobytes())
     files = files_digest([*source.files, *others])
     facts = [__version__, source.digest, files, type(data) is str, content.hexdigest(), *options]
@@ -160,6 +167,17 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def _token_ids(data: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
+    """Return token ids as an array with one axis."""
+    try:
+        ids = np.asarray(data)
+    except ValueError as error:
+        raise DtypeError(f"got tokens in rows of different lengths, expected a list of integers: {error}") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise DtypeError(f"got tokens of dtype {ids.dtype} and shape {ids.shape}, expected a list of integers")
+    return ids
+
+
 def _names_file(text: str) -> bool:
     if len(text) > MAX_NAME_CHARS:
         return False
@@ -171,15 +189,14 @@ def _names_file(text: str) -> bool:
 
 def _chunks(path: Path, data: TextOrTokens, size: int, limit: int | None, vocabulary: int) -> NDArray[np.int64]:
     """Return chunks of token ids, (chunks, size)."""
+    ids: NDArray[np.integer[Any]]
     bos: int | None = None
     if isinstance(data, str) and _names_file(data):
         raise SpecError(f"got the text {data!r}, which names a file: pass pathlib.Path({data!r}) to read the file")
     if isinstance(data, str | os.PathLike):
         ids, bos = _tokenized(path, data if isinstance(data, str) else read_text(Path(data), MAX_TEXT_BYTES))
     else:
-        ids = np.asarray(data)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise DtypeError(f"got tokens of dtype {ids.dtype} and shape {ids.shape}, expected a list of integers")
+        ids = _token_ids(data)
     if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
         raise RangeError(f"got token ids from {ids.min()} to {ids.max()}, expected 0 to {vocabulary - 1}")
     count = len(ids) // size if limit is None else min(len(ids) // size, limit)

@@ -37,6 +37,7 @@ __all__ = ["CONVERSION_KEY", "Conversion", "ConvertedTensor", "decide_conversion
 
 CONVERSION_KEY = "detent.conversion"
 CONVERSION_VERSION = 1
+_EXPERTS = "_exps."  # in the names of the weights of experts
 GGUF_PREFIX = "gguf:"
 PLAIN_TYPES = ("F32", "F16", "BF16")
 SourceLike = TensorSource | str | os.PathLike[str]
@@ -140,7 +141,7 @@ def decide_conversion(
     )
     used, notes = _fitting_importance(weights, tensors, is_given=importance is not None)
     requantized = sum(find_block_format(tensor.dtype) is not None for tensor in opened.values())
-    if mixture == "MXFP4_MOE" and "MXFP4" not in types.values():
+    if mixture == "MXFP4_MOE" and not any(_EXPERTS in target.name for target in model.tensors):
         notes += ("the model has no experts, which MXFP4_MOE stores in MXFP4: all weights are Q8_0, as in llama.cpp",)
     if requantized:
         notes += (f"{requantized} tensors of the source are already quantized: quantizing a float source loses less",)

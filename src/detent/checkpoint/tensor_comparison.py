@@ -25,6 +25,7 @@ from detent.tables import bytes_text, counted, html_table, short_name, table_lin
 __all__ = ["CheckpointComparison", "TensorComparison", "compare"]
 
 CHUNK_ELEMENTS = 1 << 22
+BEYOND_FLOAT32 = ("float64", "int64", "uint64", "int32", "uint32")  # types with values that float32 cannot represent
 MAX_SHOWN = 40
 MAX_NAMES_SHOWN = 5
 
@@ -37,9 +38,9 @@ class TensorComparison:
         name: name of the tensor.
         types: type in the first and the second checkpoint.
         nbytes: bytes in the first and the second checkpoint.
-        sqnr_db: SQNR of the second against the first, in dB; infinite if all values are equal as float32, None if not
-            compared.
-        note: why the values were not compared, or "".
+        sqnr_db: SQNR of the second against the first as float32, in dB; infinite if all values are equal, None if there
+            is no SQNR.
+        note: why there is no SQNR, or "".
     """
 
     name: str
@@ -153,13 +154,23 @@ def _compared(a: TargetTensor, b: TargetTensor, first: TensorSource, second: Ten
         is_equal = is_equal and bool(np.array_equal(x, y, equal_nan=True))
         with np.errstate(all="ignore"):
             powers.add(x, y)
+    if is_equal and any(each in BEYOND_FLOAT32 for each in types) and not _same_values(a, b, first, second):
+        return TensorComparison(a.name, types, nbytes, None, "different, but equal as float32")
     if not is_equal and not (isfinite(powers.signal) and isfinite(powers.noise)):
         return TensorComparison(a.name, types, nbytes, None, "NaN or infinities")
     return TensorComparison(a.name, types, nbytes, inf if is_equal else powers.sqnr_db)
 
 
+def _same_values(a: TargetTensor, b: TargetTensor, first: TensorSource, second: TensorSource) -> bool:
+    """Whether two tensors have the same values in their own types. Tensors with another layout count as equal."""
+    if a.sources != (a.name,) or b.sources != (b.name,):
+        return True
+    x, y = first[a.name].read(), second[b.name].read()
+    return np.array_equal(x, y, equal_nan=x.dtype.kind == y.dtype.kind == "f")
+
+
 def _rows(target: TargetTensor, source: TensorSource, start: int, stop: int) -> NDArray[np.float32]:
-    """Return rows as float32; truth values are 0 and 1."""
+    """Return rows as float32; booleans are 0 and 1."""
     if _type(target, source) != "bool":
         return target.rows(source, start, stop)
     values = source[target.sources[0]].read().astype(np.float32)

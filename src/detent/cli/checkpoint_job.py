@@ -140,9 +140,12 @@ class CheckpointJob:
         """
         if self.text is None:
             return self.options
+        if collected(self.source, self.text, self.importance_file) is not None:
+            screen.note(f"importance of {self.text} was measured before: {self.importance_file}")
+            return {**self.options, "importance": self.importance_file}
         screen.note(f"measuring importance on {self.text}: {self.importance_file}")
         with screen.progress("measuring importance") as step:
-            collect(self.source, self.text, self.importance_file, progress=step, resume=True)
+            collect(self.source, self.text, self.importance_file, progress=step)
         return {**self.options, "importance": self.importance_file}
 
     def run(

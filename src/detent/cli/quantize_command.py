@@ -173,7 +173,7 @@ def run(
         typer.Option(
             "--to",
             metavar="FORMAT",
-            help="gguf:Q4_K_M, gguf:Q8_0, ...; makes MODEL a checkpoint",
+            help="Quantize a checkpoint to gguf:Q4_K_M, gguf:Q8_0, ...",
             show_default=False,
             rich_help_panel=CHECKPOINTS,
         ),
@@ -182,7 +182,7 @@ def run(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Importance matrix, weights columns in the search.",
+            help="Importance matrix: weights of columns.",
             show_default=False,
             rich_help_panel=CHECKPOINTS,
         ),
@@ -218,7 +218,7 @@ def run(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Limit activations, or rows in work, e.g. to 500MB.",
+            help="Memory for activations or rows, e.g. 500MB.",
             show_default="none; 4 GB with --to",
             rich_help_panel=WORK,
         ),

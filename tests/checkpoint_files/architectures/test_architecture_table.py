@@ -216,3 +216,8 @@ def test_the_pre_tokenizer_of_a_gguf_file_can_be_replaced():
         SpecError, match=r"pre_tokenizer='qwen2', but the GGUF file has the vocabulary 'llama'.*omit it"
     ):
         gguf_model(gguf_source("llama"), pre_tokenizer="qwen2")
+
+
+def test_a_pre_tokenizer_needs_a_vocabulary():
+    with pytest.raises(SpecError, match="expected only one of them"):
+        gguf_model(llama_source(llama_config()), pre_tokenizer="gpt-2", vocabulary=False)

@@ -34,6 +34,7 @@ def find_architecture(config: ModelConfig) -> Architecture:
     """Return the entry of a model class.
 
     Raises:
+        SpecError: a pre-tokenizer for a file without a vocabulary, or without a BPE vocabulary.
         UnsupportedError: no entry; the message names the missing one.
     """
     for name in config.classes:
@@ -59,6 +60,8 @@ def gguf_model(source: TensorSource, *, pre_tokenizer: str | None = None, vocabu
         UnsupportedError: no table entry for the architecture, or an option that llama.cpp does not compute.
         FileFormatError: the configuration is invalid or contradicts the tensors; tensors or the tokenizer are missing.
     """
+    if pre_tokenizer is not None and not vocabulary:
+        raise SpecError(f"got pre_tokenizer={pre_tokenizer!r} and vocabulary=False, expected only one of them")
     if "general.architecture" in source.metadata:
         return _copied_model(source, pre_tokenizer, vocabulary=vocabulary)
     config = ModelConfig.from_json(source.config)
