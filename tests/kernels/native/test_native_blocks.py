@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import detent as dt
-from detent.kernels import native
+from detent.kernels import encode_blocks, native
 
 pytestmark = pytest.mark.skipif(native.WHY_NOT is not None, reason="there are no native kernels")
 LEVELS = [name for name, supported in native.levels().items() if supported]
@@ -81,3 +81,19 @@ def test_the_kernels_check_sizes():
         native.encode_blocks(12, x, np.ones(7, np.float32), out)
     with pytest.raises(ValueError, match="out"):
         native.decode_blocks(12, out, np.empty((1, 256), np.float32))
+
+
+@pytest.mark.parametrize("name", list(dt.gguf.BLOCK_FORMATS))
+def test_kernels_tell_which_data_need_a_check_of_scales(name):
+    form = dt.gguf.get_block_format(name)
+    x = np.random.default_rng(0).normal(size=(6, 1024)).astype(np.float32)
+    out = np.empty((6, form.row_bytes(1024)), np.uint8)
+    lowest = 1e-39 if name == "gguf.mxfp4" else 1e-30
+    highest = 3e38  # mxfp4 can represent it, but its byte is that of a tiny block
+    with dt.use_kernels("native"):
+        assert encode_blocks(form, x, None, out) == (True, False)
+        for value in (lowest, highest):
+            for row in (0, 5):
+                other = x.copy()
+                other[row, 512:768] = value
+                assert encode_blocks(form, other, None, out) == (True, True)
