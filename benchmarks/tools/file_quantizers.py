@@ -189,6 +189,13 @@ def _nncf(
     onnx.save(quantized, output)
 
 
+def _nncf_attempts(**options: Any) -> tuple[Attempt, ...]:
+    return (
+        Attempt(partial(_nncf, **options)),
+        Attempt(partial(_nncf, model_type="TRANSFORMER", **options), TRANSFORMER),
+    )
+
+
 def with_new_opset(source: Path, target: Path) -> Path:
     """Convert a model to an opset with per-channel QuantizeLinear, which other tools need; return the path."""
     model = onnx.load(source)
@@ -202,6 +209,7 @@ TOOLS: Mapping[str, FileQuantizer] = MappingProxyType(
     {
         "detent": FileQuantizer((Attempt(partial(_detent, "onnxruntime")),), _load_detent, is_ours=True),
         "detent, avx2": FileQuantizer((Attempt(partial(_detent, "onnxruntime-avx2")),), _load_detent, is_ours=True),
+        "detent, vnni": FileQuantizer((Attempt(partial(_detent, "onnxruntime-vnni")),), _load_detent, is_ours=True),
         "ORT MinMax": FileQuantizer(_static_attempts("MinMax"), _load_static),
         "ORT MinMax, reduced": FileQuantizer(_static_attempts("MinMax", reduce_range=True), _load_static),
         "ORT Percentile": FileQuantizer(_static_attempts("Percentile"), _load_static),
@@ -210,23 +218,21 @@ TOOLS: Mapping[str, FileQuantizer] = MappingProxyType(
         "NNCF, transformer": FileQuantizer(
             (Attempt(partial(_nncf, model_type="TRANSFORMER")),), _load_nncf, kinds=("transformer",)
         ),
+        "NNCF, reduced": FileQuantizer(_nncf_attempts(reduce_range=True), _load_nncf),
+        "NNCF, transformer, reduced": FileQuantizer(
+            (Attempt(partial(_nncf, model_type="TRANSFORMER", reduce_range=True)),),
+            _load_nncf,
+            kinds=("transformer",),
+        ),
     }
 )
-
-
-def _nncf_attempts(**options: Any) -> tuple[Attempt, ...]:
-    return (
-        Attempt(partial(_nncf, **options)),
-        Attempt(partial(_nncf, model_type="TRANSFORMER", **options), TRANSFORMER),
-    )
-
 
 # The tools of ``onnx_unseen``. Weights of reduced range run on every CPU without saturation, like those of detent's
 # default target. Tools with weights of full range are compared with the target for CPUs with VNNI.
 UNSEEN_TOOLS: Mapping[str, FileQuantizer] = MappingProxyType(
     {
         "detent": TOOLS["detent"],
-        "detent, vnni": FileQuantizer((Attempt(partial(_detent, "onnxruntime-vnni")),), _load_detent, is_ours=True),
+        "detent, vnni": TOOLS["detent, vnni"],
         "detent, fast": FileQuantizer(
             (Attempt(partial(_detent, "onnxruntime", effort="fast")),), _load_with_effort, is_ours=True
         ),
@@ -235,6 +241,6 @@ UNSEEN_TOOLS: Mapping[str, FileQuantizer] = MappingProxyType(
         "ORT Percentile": TOOLS["ORT Percentile"],
         "ORT Percentile, reduced": FileQuantizer(_static_attempts("Percentile", reduce_range=True), _load_static),
         "NNCF": FileQuantizer(_nncf_attempts(), _load_nncf),
-        "NNCF, reduced": FileQuantizer(_nncf_attempts(reduce_range=True), _load_nncf),
+        "NNCF, reduced": TOOLS["NNCF, reduced"],
     }
 )

@@ -38,9 +38,9 @@ class TensorComparison:
         name: name of the tensor.
         types: type in the first and the second checkpoint.
         nbytes: bytes in the first and the second checkpoint.
-        sqnr_db: SQNR of the second against the first as float32, in dB; infinite if all values are equal, None if there
-            is no SQNR.
-        note: why there is no SQNR, or "".
+        sqnr_db: SQNR of the second against the first as float32, in dB; infinite if all values are equal, None if it
+            was not computed.
+        note: why the SQNR was not computed, or "".
     """
 
     name: str
