@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo quick test test-all test-gpu test-gpu-all test-llama lint format sanitize bench bench-quick bench-qat bench-onnx \
-        bench-unseen bench-checkpoint bench-streaming bench-llama bench-cluster bench-dynamic bench-kinds bench-ptq bench-mixed bench-drop bench-tools peers docs \
+        bench-unseen bench-checkpoint bench-streaming bench-llama bench-blocks bench-cluster bench-dynamic bench-kinds bench-ptq bench-mixed bench-drop bench-tools peers docs \
         wheel clean
 
 help: ## list the targets
@@ -131,6 +131,10 @@ bench-llama: $(LLAMA_UP) ## compare speed and files with llama.cpp's quantizer, 
 	@mkdir -p build
 	$(QUIET) $(RUN) $(PROOFS) speed --llama $(LLAMA)/bin/python $(PROVED)
 	$(QUIET) $(RUN) benchmarks/gemma_checkpoint.py --output benchmarks/results/gemma_checkpoint.json
+	$(RUN) benchmarks/render_checkpoint.py
+
+bench-blocks: $(STAMP) ## train small language models against block formats at 4 and 2 bits, with several seeds
+	$(RUN) benchmarks/block_training.py --output benchmarks/results/block_training.json
 	$(RUN) benchmarks/render_checkpoint.py
 
 bench-cluster: $(STAMP) ## measure how calibration scales with workers; update the tables

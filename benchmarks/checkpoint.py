@@ -1,7 +1,8 @@
 """Compare the block formats of GGUF with ggml's C code: first the bytes, then the time, in turns in one process.
 
 Quantization runs on one thread, with and without importance, and on two threads; dequantization on one thread. ggml's
-``ggml_quantize_chunk`` and ``dequantize_row_*`` come from libggml-python, through ctypes::
+``ggml_quantize_chunk`` and ``dequantize_row_*`` come from libggml-python, through ctypes. If the system permits it, the
+process has real-time priority, because other processes would delay two threads more than one::
 
     python benchmarks/checkpoint.py --output benchmarks/results/checkpoint.json
 """
@@ -11,6 +12,7 @@ import ctypes
 import os
 import platform
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,7 +48,8 @@ class Ggml:
 
     def dequantize(self, form: dt.BlockFormat) -> Callable[[np.ndarray, np.ndarray], None]:
         """Return the function that dequantizes bytes to float32."""
-        name = form.name[:-1] + "K" if form.name.endswith("_k") else form.name
+        name = form.name.removeprefix("gguf.")
+        name = name[:-1] + "K" if name.endswith("_k") else name
         function = getattr(self._library, f"dequantize_row_{name}")
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
         return lambda packed, out: function(packed.ctypes.data, out.ctypes.data, out.size)
@@ -75,6 +78,29 @@ def _thread_times(form: dt.BlockFormat, x: np.ndarray, importance: np.ndarray | 
         dt.quantize(x, form, importance=importance, out=out)
 
     return _times(lambda: run(1), lambda: run(2))
+
+
+def _copy_ratio() -> float:
+    """Return the speed of a plain copy on two threads relative to one, for an array of the same size."""
+    x = np.ones((THREAD_FACTOR * ROWS[False], COLUMNS), np.float32)
+    y, half = np.empty_like(x), len(x) // 2
+    parts = slice(half), slice(half, None)
+
+    def copy(part: slice) -> None:
+        np.copyto(y[part], x[part])
+
+    with ThreadPoolExecutor(2) as pool:
+        single, double = _times(lambda: copy(slice(None)), lambda: list(pool.map(copy, parts)))
+    return single.best / double.best
+
+
+def _take_priority() -> bool:
+    """Ask for real-time priority; threads that start later have it, too."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except (AttributeError, PermissionError):
+        return False
+    return True
 
 
 def measure(form: dt.BlockFormat, ggml: Ggml) -> dict:
@@ -117,6 +143,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     ggml = Ggml()
+    has_priority = _take_priority()
     rows = {}
     for name in arguments.formats:
         rows[name] = measure(dt.gguf.get_block_format(name), ggml)
@@ -125,6 +152,8 @@ def main() -> None:
         "cpu": platform.processor() or platform.machine(),
         "level": native.current_level(),
         "cores": os.cpu_count(),
+        "real_time_priority": has_priority,
+        "copy_on_two_threads": _copy_ratio(),
     }
     write_result({"machine": machine, "columns": COLUMNS, "formats": rows}, arguments.output)
 

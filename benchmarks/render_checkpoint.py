@@ -1,4 +1,4 @@
-"""Render the table of block formats in docs/benchmarks.md from the committed results.
+"""Render the tables of block formats and checkpoints in docs/benchmarks.md from the committed results.
 
 ::
 
@@ -12,7 +12,13 @@ from page import placed, table_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
-RESULT = ROOT / "benchmarks" / "results" / "checkpoint.json"
+RESULTS = ROOT / "benchmarks" / "results"
+FILES = {
+    "formats": "checkpoint.json",
+    "proofs": "checkpoint_proofs.json",
+    "gemma": "gemma_checkpoint.json",
+    "training": "block_training.json",
+}
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 GOALS = {**dict.fromkeys(K_QUANTS, 4.0), "q4_0": 1.0, "q8_0": 1.0}  # speed relative to ggml, one thread
 THREADS_GOAL, DEQUANTIZE_GOAL = 1.7, 1.0
@@ -62,7 +68,90 @@ def rendered(result: dict) -> dict[str, str]:
         "at least as fast as ggml on one thread, K-quants at least 4 times; two threads at least "
         f"{THREADS_GOAL:g} times one; dequantize at least as fast as ggml. Not met: {', '.join(not_met) or 'none'}."
     )
+    machine = result["machine"]
+    if machine["real_time_priority"]:
+        reading += (
+            " The process had real-time priority. A plain copy of an array on two threads was "
+            f"{machine['copy_on_two_threads']:.1f} times as fast as on one."
+        )
     return {"block-formats": "\n".join(lines), "block-formats-reading": reading}
+
+
+def rendered_proofs(result: dict) -> dict[str, str]:
+    """Render memory, killed conversions, speed and mutated files."""
+    memory, kill, speed = result["memory"], result["kill"], result["speed"]
+    verified = "0 bytes differ" if memory["verified"] else "not met: bytes differ"
+    one, two = (f"{speed['times_as_fast'][f'{count} threads']:.1f}" for count in (1, 2))
+    bullets = [
+        f"- Memory: a checkpoint of {memory['source_bytes'] / 1e9:.1f} GB in {memory['shards']} shards, sparse on "
+        f"disk, with a budget of {memory['budget']}: at most {memory['largest_anonymous_bytes'] / 1e6:.0f} MB of "
+        f"anonymous memory to convert it, and {memory['verify_largest_anonymous_bytes'] / 1e6:.0f} MB to verify it; "
+        f"{verified}.",
+        f"- SIGKILL at random moments of a conversion of {kill['source_bytes'] / 1e6:.0f} MB: after "
+        f"{kill['same_bytes']} of {kill['kills']} kills, the next run ended with the same bytes; "
+        f"{kill['went_on_with_finished_rows']} of them went on with finished rows.",
+        f"- Speed, from a BF16 GGUF file of {speed['source_bytes'] / 1e6:.0f} MB to a Q4_K_M file: {one} times as fast "
+        f"as llama.cpp's quantizer on one thread, {two} times on two. {speed['tensors_that_differ']} of "
+        f"{speed['tensors']} tensors differ.",
+    ]
+    head = ("mutated files", "files", "valid results", "errors", "slowest, s", "memory growth, MB")
+    lines = [table_row(*head), "|---|" + "--:|" * (len(head) - 1)]
+    lines += [
+        table_row(
+            name,
+            f"{row['files']:,}",
+            f"{row['valid']:,}",
+            f"{row['errors']:,}",
+            f"{row['slowest_seconds']:.2f}",
+            f"{row['grown_bytes'] / 1e6:.0f}",
+        )
+        for name, row in sorted(result["mutations"].items())
+    ]
+    return {"checkpoint-proofs": "\n".join(bullets), "mutated-files": "\n".join(lines)}
+
+
+def rendered_gemma(result: dict) -> dict[str, str]:
+    """Render the comparison on a real model."""
+    head = ("mixture", "size", "tensors that differ", "same logits", "top-1 agreement", "loss")
+    lines = [table_row(*head), "|---|" + "--:|" * (len(head) - 1)]
+    lines += [
+        table_row(
+            name,
+            f"{row['bytes'] / result['float_bytes']:.2f}",
+            f"{row['tensors_that_differ']} of {row['tensors']}",
+            "yes" if row["same_logits"] else "no",
+            f"{100 * row['top1_agreement']:.1f}%",
+            f"{row['loss']:.3f} ({row['loss'] - row['float_loss']:+.3f})",
+        )
+        for name, row in result["mixtures"].items()
+    ]
+    return {"gemma-checkpoint": "\n".join(lines)}
+
+
+def rendered_training(result: dict) -> dict[str, str]:
+    """Render the gaps of PTQ and QAT to float, one number per seed."""
+    runs = result["runs"]
+    head = ("bits", "float", "PTQ, gap to float", "QAT, gap to float trained as long")
+    lines = [table_row(*head), "|--:|" + "--:|" * (len(head) - 1)]
+    for bits in (4, 2):
+        cells = (
+            [f"{run['float']:.3f}" for run in runs],
+            [f"{run[f'{bits} bits, PTQ'] - run['float']:+.3f}" for run in runs],
+            [f"{run[f'{bits} bits, QAT'] - run['float, trained longer']:+.3f}" for run in runs],
+        )
+        lines.append(table_row(str(bits), *map(", ".join, cells)))
+    return {"block-training": "\n".join(lines)}
+
+
+RENDERERS = {"formats": rendered, "proofs": rendered_proofs, "gemma": rendered_gemma, "training": rendered_training}
+
+
+def sections() -> dict[str, str]:
+    """Render all sections from the committed results."""
+    texts: dict[str, str] = {}
+    for name, render in RENDERERS.items():
+        texts |= render(json.loads((RESULTS / FILES[name]).read_text(encoding="utf-8")))
+    return texts
 
 
 def _cells(name: str, row: dict) -> tuple[str, ...]:
@@ -81,8 +170,7 @@ def _cells(name: str, row: dict) -> tuple[str, ...]:
 
 def main() -> None:
     """Rewrite the page."""
-    result = json.loads(RESULT.read_text(encoding="utf-8"))
-    PAGE.write_text(placed(PAGE.read_text(encoding="utf-8"), rendered(result)), encoding="utf-8")
+    PAGE.write_text(placed(PAGE.read_text(encoding="utf-8"), sections()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of block formats in docs/benchmarks.md is rendered from the committed results."""
+"""The tables of block formats and checkpoints in docs/benchmarks.md are rendered from the committed results."""
 
 import importlib
 import json
@@ -19,17 +19,36 @@ def render(monkeypatch):
 
 @pytest.fixture
 def committed(render):
-    return json.loads(render.RESULT.read_text(encoding="utf-8"))
+    return {
+        name: json.loads((render.RESULTS / file).read_text(encoding="utf-8")) for name, file in render.FILES.items()
+    }
 
 
-def test_the_table_is_rendered_from_the_committed_results(render, committed):
+def test_the_tables_are_rendered_from_the_committed_results(render):
     page = render.PAGE.read_text(encoding="utf-8")
-    assert render.placed(page, render.rendered(committed)) == page, "run benchmarks/render_checkpoint.py"
+    assert render.placed(page, render.sections()) == page, "run benchmarks/render_checkpoint.py"
 
 
 def test_every_format_was_measured_and_equal(committed):
-    assert set(committed["formats"]) == set(dt.gguf.BLOCK_FORMATS)
-    assert all(row["equal"] for row in committed["formats"].values())
+    rows = committed["formats"]["formats"]
+    assert set(rows) == set(dt.gguf.BLOCK_FORMATS)
+    assert all(row["equal"] for row in rows.values())
+
+
+def test_conversions_hold_what_the_page_says(committed):
+    proofs, gemma = committed["proofs"], committed["gemma"]
+    assert proofs["memory"]["verified"]
+    assert proofs["memory"]["source_bytes"] >= 20e9
+    assert proofs["memory"]["largest_anonymous_bytes"] < 1e9
+    assert proofs["kill"]["same_bytes"] == proofs["kill"]["kills"] == 100
+    assert proofs["kill"]["leftovers"] == []
+    assert proofs["speed"]["tensors_that_differ"] == 0
+    assert min(proofs["speed"]["times_as_fast"].values()) >= 2
+    for row in proofs["mutations"].values():
+        assert row["valid"] + row["errors"] == row["files"] == 10_000
+        assert row["slowest_seconds"] < 1
+        assert row["grown_bytes"] < 200 << 20
+    assert all(row["same_logits"] and not row["tensors_that_differ"] for row in gemma["mixtures"].values())
 
 
 @pytest.mark.parametrize(
