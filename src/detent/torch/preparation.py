@@ -25,6 +25,7 @@ from detent.torch.arrays import process_count, scale_dtype
 from detent.torch.batchnorm import Fold, QuantizedNorm
 from detent.torch.block_quantizer import BlockFakeQuantize
 from detent.torch.computed_weights import current_weight, has_weight, weight_owner
+from detent.torch.fused_requantization import SumUnits
 from detent.torch.layers import float_class_of, kind_of
 from detent.torch.model_plan import LayerPlan, ModelPlan, RecipeLike, plan
 from detent.torch.quantized_layer import NextQuantizer, QuantizedLayer, QuantizedMatmul, quantized_class
@@ -154,6 +155,8 @@ def _set_arithmetic(module: QuantizedMatmul, layer: LayerPlan, bias: BiasRule, m
         output = module._modules.get("output_quantizer")
         if layer.output_cause and layer.after_relu and isinstance(output, FakeQuantize):
             output.after_relu = True
+        if isinstance(output, FakeQuantize):
+            output.sum_units = SumUnits.for_quantizer(output.spec)
 
 
 def _link_quantizers(model_plan: ModelPlan, modules: dict[str, nn.Module]) -> None:
@@ -163,6 +166,7 @@ def _link_quantizers(model_plan: ModelPlan, modules: dict[str, nn.Module]) -> No
         quantizer = None if reader is None else reader._modules.get("input_quantizer")
         if isinstance(module, QuantizedMatmul) and isinstance(quantizer, FakeQuantize):
             module.next_quantizer = NextQuantizer(quantizer, after_relu=layer.next_after_relu)
+            quantizer.sum_units = SumUnits.for_quantizer(quantizer.spec, after_relu=layer.next_after_relu)
 
 
 def _change_other_classes(model: nn.Module) -> None:
