@@ -111,7 +111,7 @@ def _followed(
 ) -> Tensor:
     qmin, qmax, after_relu, channels_are_last = settings
     out = y.clone()
-    whole = int(zero_point.round().clamp(qmin, qmax).item())
+    whole = int(zero_point.item())
     if out.stride() == x.stride() and not (after_relu and whole != qmin):
         of_channels = Units(units.contiguous(), channels_are_last=bool(channels_are_last))
         follow_sums(x, out, of_channels, Requantization(np.float32(scale.item()), whole, qmin, qmax))

@@ -45,7 +45,7 @@ from detent.torch import compiled_operators, eager, traced
 from detent.torch.arrays import FLOAT_TYPES, Slot, check_float, is_plain, on_cpu, process_count, scale_dtype, to_array
 from detent.torch.fused_requantization import SumUnits, follow_sums, follow_sums_traced
 from detent.torch.integer_product import Requantization
-from detent.torch.operator import Values, apply, apply_traced, check_finite_zero_point
+from detent.torch.operator import Values, apply, apply_traced, check_finite_zero_point, rounded_zero_point
 from detent.torch.parameters import ParameterState
 from detent.torch.recomputation import Recording, is_recomputing, is_recorded, once
 from detent.torch.transforms import outside
@@ -178,6 +178,7 @@ class FakeQuantize(ParameterState):
         if link is None or units is None or scale.numel() != 1:
             return y
         whole = self.zero_point if zero_point is None else zero_point
+        whole = rounded_zero_point(whole, self.spec) if whole.is_floating_point() else whole
         return follow_sums_traced(y, x, units, link, scale.detach(), whole.detach(), self.spec)
 
     def _is_native(self, x: Tensor) -> bool:
