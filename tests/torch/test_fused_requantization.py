@@ -198,6 +198,15 @@ def test_values_that_are_no_sums_follow_the_plain_rule():
     assert torch.equal(layer(data), other(data))
 
 
+def test_separate_requantization_has_no_links():
+    layers = [nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 9)]
+    model = qt.prepare(nn.Sequential(*layers), "w8a8", arithmetic="integer", requantization="separate")
+    assert all(quantizer.sum_units is None for quantizer in quantizers_of(model).values())
+    assert model[0].next_quantizer is not None  # evaluation is fused
+    with pytest.raises(dt.errors.SpecError, match="got requantization='none'"):
+        qt.prepare(nn.Linear(2, 2), "w8a8", requantization="none")
+
+
 def test_float_arithmetic_has_no_links():
     model = qt.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "w8a8")
     assert all(quantizer.sum_units is None for quantizer in quantizers_of(model).values())
