@@ -92,6 +92,7 @@ bench-qat: $(TOOLED) ## measure step time, memory and accuracy of QAT with deten
 	$(BENCH) benchmarks/qat_cost.py --patience 120 --clock cpu --output benchmarks/results/qat_cost.json
 	$(BENCH) benchmarks/qat_cost.py --channels-last --clock cpu --merge --output benchmarks/results/qat_cost.json
 	$(BENCH) benchmarks/qat_accuracy.py --other-tools --output benchmarks/results/qat_accuracy.json
+	$(BENCH) benchmarks/qat_defaults.py --parts build/qat-defaults --output benchmarks/results/qat_defaults.json
 	$(RUN) benchmarks/render_qat.py
 	$(RUN) benchmarks/render_readme.py
 

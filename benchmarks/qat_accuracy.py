@@ -58,20 +58,22 @@ class Budget:
 QUICK = Budget(epochs=1, more_epochs=1, seeds=(0,), images=6400, bit_widths=(8, 2))
 
 
-def batches(data: Pair, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(data: Pair, seed: int, size: int = BATCH_SIZE) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the batches of one epoch, in an order that depends only on the seed. An incomplete batch is dropped."""
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
-    for chosen in order[: len(data) - len(data) % BATCH_SIZE].split(BATCH_SIZE):
+    for chosen in order[: len(data) - len(data) % size].split(size):
         yield data.images[chosen], data.labels[chosen]
 
 
-def train(model: nn.Module, data: Pair, epochs: int, seed: int) -> nn.Module:
-    """Train with Adam and a cosine schedule to zero."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * (len(data) // BATCH_SIZE))
+def train(
+    model: nn.Module, data: Pair, epochs: int, seed: int, *, size: int = BATCH_SIZE, rate: float = LEARNING_RATE
+) -> nn.Module:
+    """Train with Adam, batches of ``size`` images, and a cosine schedule from ``rate`` to zero."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * (len(data) // size))
     model.train()
     for epoch in range(epochs):
-        for images, labels in batches(data, 1000 * seed + epoch):
+        for images, labels in batches(data, 1000 * seed + epoch, size):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()

@@ -170,9 +170,9 @@ def digits() -> nn.Module:
 
 
 class VisionTransformer(nn.Module):
-    """A transformer on the 16 patches of a 28x28 image: two blocks of width 48, and a linear classifier."""
+    """A transformer on the 16 patches of a 28x28 image: two blocks of width 64, and a linear classifier."""
 
-    def __init__(self, width: int = 48, blocks: int = 2) -> None:
+    def __init__(self, width: int = 64, blocks: int = 2) -> None:
         super().__init__()
         self.patches = nn.Conv2d(1, width, 7, stride=7)
         self.position = nn.Parameter(torch.randn(16, width) * 0.02)

@@ -8,25 +8,31 @@ The time of the float step is the mean over the rounds of all tools. "alive" is 
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
-from goals import QAT_INTEGER, QAT_LEARNED, QAT_POINTS, QAT_SAVED, QAT_STEP
+from goals import QAT_DEFAULT_POINTS, QAT_INTEGER, QAT_LEARNED, QAT_POINTS, QAT_SAVED, QAT_STEP
 from page import placed, table_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 COST = ROOT / "benchmarks" / "results" / "qat_cost.json"
 ACCURACY = ROOT / "benchmarks" / "results" / "qat_accuracy.json"
+DEFAULTS = ROOT / "benchmarks" / "results" / "qat_defaults.json"
 OURS, LEARNED = "detent", "detent, learned scales"
 INTEGER, INTEGER_LEARNED = "detent, integer products", "detent, integer and learned"
 CONTINUED = "float, same epochs"
+DEFAULT, DEFAULT_INTEGER = "detent, default", "detent, integer products"
+NETWORKS = {"cnn": "CNN", "transformer": "transformer"}
+NOISE = 2  # standard errors of a difference that is explained by chance
 DATA = {"mnist": "MNIST", "fashion": "Fashion-MNIST"}
 
 
-def rendered(cost: dict, accuracy: dict) -> dict[str, str]:
+def rendered(cost: dict, accuracy: dict, defaults: dict) -> dict[str, str]:
     """Render each section by its name, as Markdown."""
-    return {"cost": _cost(cost), "memory": _memory(cost), "accuracy": _accuracy(accuracy)}
+    sections = {"cost": _cost(cost), "memory": _memory(cost), "accuracy": _accuracy(accuracy)}
+    return sections | {"defaults": _defaults(defaults)}
 
 
 def _cost(result: dict) -> str:
@@ -128,6 +134,77 @@ def _accuracy(result: dict) -> str:
     return "\n".join(lines)
 
 
+def _defaults(result: dict) -> str:
+    """Render the accuracy of default settings and other methods: means and standard errors over the seeds."""
+    accuracy: dict[tuple[str, int | None, str], dict[int, float]] = {}
+    for row in result["rows"]:
+        accuracy.setdefault((row["task"], row["bits"], row["method"]), {})[row["seed"]] = row["accuracy"]
+    seeds = max(len(by_seed) for by_seed in accuracy.values())
+    tools = ", ".join(f"{name} {result['tools'][name]}" for name in ("brevitas",) if result["tools"].get(name))
+    lines = [f"{_machine(result)}; {seeds} seeds; {tools}", ""]
+    heads = ("test accuracy in %", "points below float (lower is better)", "goal", "points above detent's default")
+    lines += [table_row("network", "bits", "method", *heads), "|---|--:|---|--:|--:|--:|--:|"]
+    order = ["float", CONTINUED, DEFAULT, DEFAULT_INTEGER]
+    order += sorted({method for _, _, method in accuracy} - set(order))
+    for task, bits, method in sorted(accuracy, key=lambda key: (key[0], -(key[1] or 32), order.index(key[2]))):
+        own = accuracy[task, bits, method]
+        below = _difference(accuracy.get((task, None, CONTINUED)), own)
+        goal = QAT_DEFAULT_POINTS.get(bits or 32) if method == DEFAULT else None
+        missed = goal is not None and below is not None and below[0] > goal
+        cells = [NETWORKS[task], str(bits or 32), method, _with_error(_spread(own.values()))]
+        cells += [_signed(below) + (" (not met)" if missed else ""), f"≤ {goal:g}" if goal else ""]
+        lines.append(table_row(*cells, _against_default(method, own, accuracy.get((task, bits, DEFAULT)))))
+    return "\n".join([*lines, "", *_budgets(result)])
+
+
+def _against_default(method: str, own: dict[int, float], default: dict[int, float] | None) -> str:
+    """Render how much better a method is than the default, and whether the goal for their difference is met."""
+    if method == DEFAULT:
+        return ""
+    difference = _difference(own, default)
+    if difference is None:
+        return ""
+    points, error = difference
+    is_met = abs(points) <= NOISE * error if method == DEFAULT_INTEGER else points <= error
+    return _signed(difference) + ("" if is_met else " (not met)")
+
+
+def _difference(first: dict[int, float] | None, second: dict[int, float] | None) -> tuple[float, float] | None:
+    """Return mean and standard error of the difference between two methods, seed by seed."""
+    if not first or not second or not first.keys() & second.keys():
+        return None
+    return _spread([first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())])
+
+
+def _spread(values: Iterable[float]) -> tuple[float, float]:
+    """Return the mean and its standard error."""
+    points = list(values)
+    return mean(points), stdev(points) / len(points) ** 0.5 if len(points) > 1 else 0.0
+
+
+def _with_error(spread: tuple[float, float]) -> str:
+    return f"{spread[0]:.2f} ± {spread[1]:.2f}"
+
+
+def _signed(spread: tuple[float, float] | None) -> str:
+    return "" if spread is None else f"{spread[0]:+.2f} ± {spread[1]:.2f}"
+
+
+def _budgets(result: dict) -> list[str]:
+    """Render the data and the budget of each network."""
+    lines = []
+    for name, task in result["tasks"].items():
+        data = f"{DATA[task['data']]} ({task['package']}), {task['images']} training images"
+        training = f"batches of {task['size']}, Adam from {task['rate']:g}"
+        epochs = f"float for {task['epochs']} epochs, then {task['more_epochs']} more with each method"
+        lines.append(f"- {NETWORKS[name]}: {data}, {training}; {epochs}.")
+    return lines
+
+
+def _machine(result: dict) -> str:
+    return f"{result['machine']['cpu']}, {result['date']}"
+
+
 def _values(rows: list[dict]) -> tuple[str, str]:
     """Return the largest number of distinct values over all seeds: in inner layers, and in the first and last layer."""
     runs = [row["distinct_values"] for row in rows]
@@ -158,9 +235,9 @@ def _megabytes(count: int | None) -> str:
 
 def main() -> None:
     """Rewrite the page."""
-    cost, accuracy = (json.loads(path.read_text(encoding="utf-8")) for path in (COST, ACCURACY))
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in (COST, ACCURACY, DEFAULTS)]
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(placed(page, rendered(cost, accuracy)), encoding="utf-8")
+    PAGE.write_text(placed(page, rendered(*results)), encoding="utf-8")
 
 
 if __name__ == "__main__":

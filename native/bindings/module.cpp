@@ -108,6 +108,34 @@ bool scale_sums(int level, int64_t cols, const Input& sums, bool float_sums, con
   return !inexact.load();
 }
 
+// Writes the codes or values of fused requantization, see requantize.cpp; `codes` is 0 for values, 1 for unsigned and -1
+// for signed codes.
+void requantize(int level, const Input& x, const Input& unit, const Input& inverse, const Input& multiplier, int64_t cols,
+                double scale, double zero, double qmin, double qmax, int codes, const Output& out) {
+  constexpr int64_t kFloat = sizeof(float);
+  Call call;
+  call.layout.size = static_cast<int64_t>(x.nbytes()) / kFloat;
+  call.layout.cols = cols;
+  call.channels = static_cast<int64_t>(unit.nbytes()) / kFloat;
+  if (cols < 1 || call.channels < 1) throw std::invalid_argument("at least one element per channel, and one channel");
+  require_bytes("inverse", inverse.nbytes(), call.channels * kFloat);
+  require_bytes("multiplier", multiplier.nbytes(), call.channels * kFloat);
+  require_bytes("out", out.nbytes(), codes ? call.layout.size : call.layout.size * kFloat);
+  call.x = x.data();
+  call.scale = unit.data();
+  call.g = inverse.data();
+  call.bias = static_cast<const float*>(multiplier.data());
+  call.factor[0] = scale;
+  call.factor[1] = zero;
+  call.qmin = qmin;
+  call.qmax = qmax;
+  call.to_codes = codes != 0;
+  call.is_signed = codes < 0;
+  call.out = out.data();
+  nb::gil_scoped_release unlocked;
+  launch(call, kernels_of(level).requantize, call.layout.size, kGrain, call.layout.size);
+}
+
 BlockShape shape_of(int type) {
   const BlockShape shape = block_shape(static_cast<BlockType>(type));
   if (!shape.size) throw std::invalid_argument("unknown block format");
@@ -250,6 +278,7 @@ NB_MODULE(_native, m) {
   m.def("checksum", &checksum);
   m.def("repack", &repack);
   m.def("scale_sums", &scale_sums);
+  m.def("requantize", &requantize);
   m.def("encode_blocks", &encode_blocks);
   m.def("decode_blocks", &decode_blocks);
   m.def("grid_errors", &grid_errors);

@@ -371,6 +371,51 @@ class Tests : public Arrays {
     }
   }
 
+  // One element in four is no product of a sum and a unit, and keeps its code or value.
+  template <class In>
+  void requantize(Case& c, int64_t) {
+    const int64_t size = c.layout.size;
+    c.layout.cols = 1 + dice_.one_of<int64_t>(9);
+    c.channels = 1 + dice_.one_of<int64_t>(5);
+    c.to_codes = dice_.heads();
+    c.is_signed = dice_.heads();
+    c.qmin = c.is_signed ? -128 : 0;
+    c.qmax = c.qmin + 255;
+    c.factor[0] = 0.013f;
+    c.factor[1] = c.qmin + static_cast<double>(dice_() % 256);
+    std::vector<float> unit, inverse, multiplier, x;
+    for (int64_t i = 0; i < c.channels; ++i) {
+      unit.push_back(static_cast<float>(1 + dice_() % 1000) * (i % 2 ? -1e-5f : 1e-5f));
+      inverse.push_back(1.0f / unit.back());
+      multiplier.push_back(unit.back() / static_cast<float>(c.factor[0]));
+    }
+    const auto channel = [&](int64_t i) { return static_cast<size_t>(i / c.layout.cols % c.channels); };
+    for (int64_t i = 0; i < size; ++i) {
+      const float sum = static_cast<float>(dice_() % 100000) - 50000.0f;
+      x.push_back((dice_() % 4 ? sum : sum + 0.3f) * unit[channel(i)]);
+    }
+    c.x = array<float>(kX, x);
+    c.scale = array<float>(kScale, unit);
+    c.bias = array<float>(kHigh, multiplier);
+    c.g = array<float>(kG, inverse);
+    c.out = c.to_codes ? static_cast<void*>(array<uint8_t>(kOut, size)) : array<float>(kOut, size);
+    std::memset(c.out, 0, static_cast<size_t>(c.to_codes ? size : 4 * size));
+    launch(c);
+    const auto scale = static_cast<float>(c.factor[0]), zero = static_cast<float>(c.factor[1]);
+    for (int64_t i = 0; i < size; ++i) {
+      const float u = unit[channel(i)], each = x[static_cast<size_t>(i)], sum = std::nearbyint(each * inverse[channel(i)]);
+      float code = std::nearbyint(sum * multiplier[channel(i)]) + zero;
+      code = std::min(std::max(code, static_cast<float>(c.qmin)), static_cast<float>(c.qmax));
+      const bool is_product = sum * u == each;
+      if (!c.to_codes) {
+        expect(same(read<float>(c.out, i), is_product ? (code - zero) * scale : 0.0f), c, i, "another value");
+      } else {
+        const int got = c.is_signed ? read<int8_t>(c.out, i) : read<uint8_t>(c.out, i);
+        expect(got == (is_product ? static_cast<int>(code) : 0), c, i, "another code");
+      }
+    }
+  }
+
   // The result may replace x.
   template <class In>
   void factor_rows(Case& c, int64_t) {
@@ -642,7 +687,7 @@ const Tests::Row Tests::kRows[] = {DETENT_FOR_EACH_ARRAY_KERNEL(ROW)};
 bool knows_no_shape(const Tests::Row& row) {
   for (const auto kernel :
        {&Kernels::error_sums, &Kernels::largest_error, &Kernels::pack, &Kernels::unpack, &Kernels::grid_errors,
-        &Kernels::checksum, &Kernels::scale_sums, &Kernels::factor_rows, &Kernels::sum_rows}) {
+        &Kernels::checksum, &Kernels::scale_sums, &Kernels::requantize, &Kernels::factor_rows, &Kernels::sum_rows}) {
     if (row.kernel == kernel) return true;
   }
   return false;

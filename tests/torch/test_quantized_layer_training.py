@@ -16,7 +16,8 @@ import detent as dt
 import detent.torch as qt
 
 X, LABELS = torch.randn(32, 8, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 4
-recipes = pytest.mark.parametrize("recipe", ["w8a8", "w4a4", "w2a2"])
+INTEGER = "w8a8, integer products"
+recipes = pytest.mark.parametrize("recipe", ["w8a8", "w4a4", "w2a2", INTEGER])
 
 
 def network():
@@ -24,8 +25,12 @@ def network():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
+def prepare(recipe):
+    return qt.prepare(network(), recipe.partition(",")[0], arithmetic="integer" if recipe == INTEGER else "float")
+
+
 def prepared(recipe):
-    model = qt.prepare(network(), recipe)
+    model = prepare(recipe)
     with qt.calibrating(model):
         model(X)
     return model.train()
@@ -52,8 +57,8 @@ def test_an_average_of_weights_evaluates_saves_and_exports(recipe, use_buffers, 
     averaged.eval()
     with torch.no_grad():
         y, plain = averaged(X), qt.unprepare(copy.deepcopy(averaged.module))(X)
-    assert dt.metrics.sqnr_db(plain.numpy(), y.numpy()) > {"w8a8": 30, "w4a4": 15, "w2a2": 5}[recipe]
-    again = qt.prepare(network(), recipe)
+    assert dt.metrics.sqnr_db(plain.numpy(), y.numpy()) > {"w8a8": 30, INTEGER: 30, "w4a4": 15, "w2a2": 5}[recipe]
+    again = prepare(recipe)
     again.load_state_dict(averaged.module.state_dict())
     assert_same(again.eval()(X), y)
     report = dt.verify(averaged.module, qt.export_onnx(averaged.module, X, tmp_path / "model.onnx"), [X])

@@ -91,7 +91,7 @@ struct Call {
   int64_t points = 0, channels = 0;
   float* planes = nullptr;
 
-  // scale_sums: one offset and one bias per column; the sums are floats or int32.
+  // scale_sums: one offset and one bias per column; the sums are floats or int32. requantize: `bias` has multipliers.
   const int32_t* offset = nullptr;
   const float* bias = nullptr;
   bool float_sums = false, biased = false;
@@ -170,7 +170,7 @@ constexpr int64_t kGridArrays = 5, kGridPadding = 8;
   ROW(quantize) ROW(dequantize) ROW(fake_quantize) ROW(backward) ROW(dequantize_backward) ROW(masked_backward)   \
   ROW(minmax) ROW(derive) ROW(observe) ROW(learned) ROW(fold_sums) ROW(error_sums) ROW(largest_error)            \
   ROW(pack) ROW(unpack) ROW(histogram) ROW(grid_errors) ROW(best_scales) ROW(checksum)                           \
-  ROW(scale_sums) ROW(factor_rows) ROW(sum_rows)
+  ROW(scale_sums) ROW(requantize) ROW(factor_rows) ROW(sum_rows)
 #define DETENT_FOR_EACH_BLOCK_KERNEL(ROW) ROW(encode_blocks) ROW(row_means) ROW(decode_blocks)
 #define DETENT_FOR_EACH_KERNEL(ROW) DETENT_FOR_EACH_ARRAY_KERNEL(ROW) DETENT_FOR_EACH_BLOCK_KERNEL(ROW)
 

@@ -383,6 +383,20 @@ def scale_sums(sums: Array, offset: Array, scale: Array, bias: Array | None, out
     return bool(_native.scale_sums(_Level.index, scale.size, sums, is_float, *columns, out))
 
 
+def requantize(
+    x: Array, units: tuple[Array, Array, Array], cols: int, target: tuple[float, float, float, float], out: Array
+) -> bool:
+    """Write codes or values of fused requantization into ``out``; return False if there is no native kernel.
+
+    ``units`` are the units, their inverses, and the multipliers of the sums.
+    """
+    if _native is None or not (x.flags.c_contiguous and out.flags.c_contiguous):
+        return False
+    codes = 0 if out.dtype.kind == "f" else -1 if out.dtype.kind == "i" else 1
+    _native.requantize(_Level.index, ready(x), *map(ready, units), cols, *target, codes, ready(out))
+    return True
+
+
 def layer_step(x: Problem, weight: Problem, settings: Mapping[str, Any]) -> Any:
     """Make the native record of a layer's training steps; see ``native/bindings/layer_step.hpp``.
 

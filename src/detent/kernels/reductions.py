@@ -31,6 +31,7 @@ __all__ = [
     "observe",
     "pack_bits",
     "quantize_masked",
+    "requantize",
     "scale_sums",
     "tree_sum",
     "unpack_bits",
@@ -247,6 +248,45 @@ def scale_sums(sums: Array, offset: Array, scale: Array, bias: Array | None, out
         scaled = (whole + offset.astype(np.int32)).astype(np.float32) * scale
         np.copyto(out, scaled if bias is None else scaled + bias)
     return exact
+
+
+def requantize(
+    x: Array, unit: Array, cols: int, out: Array, *, scale: float, zero_point: int, qmin: int, qmax: int
+) -> None:
+    """Write the codes or values of fused requantization, where x is a whole number of units.
+
+    Such an element is ``fl(sum * unit)``, where sum is ``round(fl(x * fl(1 / unit)))``. Its code is
+    ``clamp(round(fl(sum * fl(unit / scale))) + zero_point)``. All other elements keep what ``out`` contains.
+
+    Args:
+        x: float32 in C order.
+        unit: float32, one per channel.
+        cols: number of elements of one channel before the next channel begins.
+        out: in the shape of x: codes of one byte, or float32 for fake-quantized values.
+        scale: scale of the codes.
+        zero_point: zero point of the codes.
+        qmin: smallest code.
+        qmax: largest code.
+
+    >>> x, out = np.float32([[1.5, 0.5, 0.3]]), np.zeros((1, 3), np.uint8)
+    >>> requantize(x, np.float32([0.5]), 1, out, scale=0.25, zero_point=3, qmin=0, qmax=255)
+    >>> out
+    array([[9, 5, 0]], dtype=uint8)
+    """
+    with np.errstate(all="ignore"):
+        inverse, multiplier = np.float32(1) / unit, unit / np.float32(scale)
+    target = float(scale), float(zero_point), float(qmin), float(qmax)
+    if current_kernels() != "reference" and native.requantize(x, (unit, inverse, multiplier), cols, target, out):
+        return
+    channels = np.arange(x.size) // cols % unit.size
+    units, data, result = unit[channels], x.reshape(-1), out.reshape(-1)
+    with np.errstate(all="ignore"):
+        sums = np.rint(data * inverse[channels])
+        codes = np.clip(np.rint(sums * multiplier[channels]) + np.float32(zero_point), qmin, qmax)
+        chosen = sums * units == data
+    if out.dtype.kind == "f":
+        codes = (codes - np.float32(zero_point)) * np.float32(scale)
+    result[chosen] = codes[chosen].astype(out.dtype)
 
 
 def _refuse_if(refused: bool, what: str) -> None:

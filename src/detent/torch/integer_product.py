@@ -26,7 +26,6 @@ from torch import Tensor
 
 from detent.kernels import scale_sums
 from detent.params import QuantParams
-from detent.torch import eager
 from detent.torch.arrays import to_array
 from detent.torch.exported_bias import bias_codes
 from detent.torch.integer_probe import Settings, convolve_codes, integer_kernels, multiply_codes, pack_convolution
@@ -39,7 +38,6 @@ __all__ = [
     "WeightCodes",
     "input_codes",
     "integer_product",
-    "unsigned_codes",
 ]
 
 MAX_TERMS = 33_155  # 255 * 127 * 33155 is half of the int32 range; the bias has the other half
@@ -120,18 +118,11 @@ class WeightCodes:
         return self._packed
 
 
-def input_codes(x: Tensor, params: QuantParams) -> InputCodes:
-    """Quantize x to unsigned codes of one byte; a NaN in x is an error, because it has no code."""
-    codes, signed = eager.quantize(x.detach(), params), params.spec.format.signed
-    if not signed:
-        return unsigned_codes(codes, params)
-    codes = codes.view(torch.uint8).bitwise_xor_(SIGNED_SHIFT)
-    return InputCodes(codes, np.float32(params.scale), int(params.zero_point) + SIGNED_SHIFT)
-
-
-def unsigned_codes(codes: Tensor, params: QuantParams) -> InputCodes:
-    """Combine codes that are already unsigned with their parameters."""
-    return InputCodes(codes, np.float32(params.scale), int(params.zero_point))
+def input_codes(codes: Tensor, params: QuantParams) -> InputCodes:
+    """Combine codes of one byte with their parameters; signed codes are shifted in place."""
+    shift = SIGNED_SHIFT if params.spec.format.signed else 0
+    codes = codes.view(torch.uint8).bitwise_xor_(SIGNED_SHIFT) if shift else codes
+    return InputCodes(codes, np.float32(params.scale), int(params.zero_point) + shift)
 
 
 def integer_product(

@@ -28,7 +28,8 @@ from detent.torch import eager
 from detent.torch.arrays import Slot, is_channels_last, order_of
 from detent.torch.batchnorm import unfused_weight
 from detent.torch.computed_weights import has_weight
-from detent.torch.integer_product import Requantization, WeightCodes, input_codes, integer_product, unsigned_codes
+from detent.torch.fused_requantization import Units, follow_sums
+from detent.torch.integer_product import InputCodes, Requantization, WeightCodes, input_codes, integer_product
 from detent.torch.operator import (
     Values,
     apply,
@@ -235,10 +236,25 @@ class Operand(NamedTuple):
     ste: Estimator
     step: int = 0  # counter of stochastic rounding
     keeps_codes: bool = False  # whether integer products save codes and a mask for backward, instead of x
+    units: Units | None = None  # if given, x is the output of an integer layer, and codes are rounded from its sums
 
     def quantize(self, x: Tensor, slot: Slot) -> Tensor:
         """Fake-quantize x into scratch memory."""
-        return x if self.values is None else eager.fake_quantize(x, self.values.params, self.step, slot)
+        if self.values is None:
+            return x
+        y = eager.fake_quantize(x, self.values.params, self.step, slot)
+        if self.units is not None:
+            follow_sums(x, y, self.units, Requantization.of(self.values.params))
+        return y
+
+    def codes(self, x: Tensor) -> InputCodes:
+        """Quantize x to unsigned codes of one byte; a NaN in x is an error, because it has no code."""
+        assert self.values is not None  # noqa: S101 - integer layers quantize their input
+        params = self.values.params
+        codes = eager.quantize(x.detach(), params)
+        if self.units is not None:
+            follow_sums(x, codes, self.units, Requantization.of(params))
+        return input_codes(codes, params)
 
     def quantize_again(self, x: Tensor) -> Tensor:
         """Fake-quantize x again in backward, differentiably in x, for second derivatives."""
@@ -248,7 +264,10 @@ class Operand(NamedTuple):
         """Quantize x to what backward keeps instead of x; None if backward keeps x."""
         if not self.keeps_codes or self.values is None:
             return None
-        return eager.quantize_masked(x.detach(), self.values.params, self.ste)
+        kept = eager.quantize_masked(x.detach(), self.values.params, self.ste)
+        if kept is not None and self.units is not None:
+            follow_sums(x, kept[0], self.units, Requantization.of(self.values.params))
+        return kept
 
     def for_backward(self) -> "Operand":
         """Return a copy of the operand for backward that contains no tensors of the autograd graph."""
@@ -309,8 +328,7 @@ def multiply_codes(
     convolution = kind if isinstance(kind, Convolution) else None
     channels_last = convolution is not None and (is_channels_last(x) or is_channels_last(weight))
     try:
-        params = operand.values.params
-        coded = input_codes(x, params) if x_codes is None else unsigned_codes(x_codes, params)
+        coded = operand.codes(x) if x_codes is None else input_codes(x_codes, operand.values.params)
         y = integer_product(coded, codes, bias, convolution, requantization, channels_last=channels_last)
     except NaNError:  # NaN has no code: floats show it in the output
         y = kind.forward(operand.quantize(x, "input"), codes.dequantized(x.dtype), bias)

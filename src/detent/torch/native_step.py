@@ -34,8 +34,9 @@ from detent.torch import eager
 from detent.torch.arrays import PLAIN_TYPES, Order, borrow_as, is_channels_last, is_distributed, order_of
 from detent.torch.batchnorm import Fold
 from detent.torch.block_quantizer import BlockFakeQuantize
+from detent.torch.fused_requantization import Units, follow_sums
 from detent.torch.integer_probe import convolve_codes, integer_kernels, multiply_codes, pack_convolution
-from detent.torch.integer_product import InputCodes, WeightCodes, integer_product
+from detent.torch.integer_product import InputCodes, Requantization, WeightCodes, integer_product
 from detent.torch.layers import Convolution, Linear, Matmul, Operand, QuantizedWeight, matmul_gradients
 from detent.torch.operator import Values, learned_derivative_error
 from detent.torch.parameters import MIN_GROWTH
@@ -65,7 +66,7 @@ def run(layer: Any, x: Tensor) -> Tensor | None:
         if len(steps) >= MAX_STEPS:
             steps.clear()
         steps[key] = step = Step(layer, x, settings)
-    return step.run(x) if step.native is not None else None
+    return step.run(x, layer) if step.native is not None else None
 
 
 def _is_ordinary() -> bool:
@@ -295,7 +296,7 @@ class Step(_References):
 
     # Forward
 
-    def run(self, x: Tensor) -> Tensor | None:
+    def run(self, x: Tensor, layer: Any) -> Tensor | None:
         """Compute a training pass; return None if the general path must compute it."""
         (_, _, weight, address) = self.references[0]
         bias = self.references[1].tensor if self.references[1].name == "bias" else None
@@ -307,7 +308,9 @@ class Step(_References):
         x_out = self.x.new(torch.uint8) if self.to_codes else borrow_as("input", self.x.shape, data_type)
         w_out = self.weight.new(torch.int8) if self.to_codes else borrow_as("weight", self.weight.shape, data_type)
         mask = torch.empty(self.mask_bytes, dtype=torch.uint8) if keeps and self.clips else None
-        unit = torch.empty(self.channels) if self.to_codes and not self.is_linear else None
+        link = layer.sum_units(x, bias)
+        needs_unit = self.to_codes and (link is not None or not self.is_linear)
+        unit = torch.empty(self.channels) if needs_unit else None
         values = self.native.forward(
             x.data_ptr(),
             x_out.data_ptr(),
@@ -323,11 +326,30 @@ class Step(_References):
         for side in (self.x, self.weight):
             if side.written is not None:
                 side.quantizer.forget_params()
+        if link is not None:
+            is_sum = unit is not None and not self.float_bias and (bias is None or values.has_bias_codes)
+            link.units = Units(unit, channels_are_last=self.is_linear) if is_sum else None  # type: ignore[arg-type]  # see is_sum
+        units = self._follow_sums(x, x_out, values)
         kept = None
         if keeps:
             kept = x_out, mask if values.clips else None
-        y: Tensor = _NativeStep.apply(x, weight, bias, *self.shifts, self, values, x_out, w_out, unit, kept)
+        y: Tensor = _NativeStep.apply(x, weight, bias, *self.shifts, self, values, x_out, w_out, unit, kept, units)
         return y
+
+    def _follow_sums(self, x: Tensor, out: Tensor, values: Any) -> Units | None:
+        """Overwrite codes or values of x with those of fused requantization; return the units that backward needs."""
+        link = self.x.quantizer.sum_units
+        if link is None or link.units is None:
+            return None
+        to = self._target(values)
+        units = link.units_for(x, to)
+        if units is not None:
+            follow_sums(x, self.x.order.restore(out), units, to)
+        return units
+
+    def _target(self, values: Any) -> Requantization:
+        spec = self.x.quantizer.spec
+        return Requantization(values.x_scale[0], int(values.x_zero[0]), int(spec.qmin), int(spec.qmax))
 
     def _keeps_codes(self, x: Tensor) -> bool:
         if self.memory == "float" or self.learns_x:
@@ -399,6 +421,8 @@ class Step(_References):
             weight.data_ptr(),
             0 if w_values is None else w_values.data_ptr(),
         )
+        if ctx.units is not None and not from_codes:
+            follow_sums(x, self.x.order.restore(x_values), ctx.units, self._target(values))
         w = weight if w_values is None else self.weight.order.restore(w_values)
         gx, gw, gb = self.kind.backward(g, self.x.order.restore(x_values), w, needed)
         of_x: tuple[Tensor | None, ...] = (gx, None, None)
@@ -407,7 +431,7 @@ class Step(_References):
         of_w: tuple[Tensor | None, ...] = (gw, None, None)
         if gw is not None and self.learns_w:
             of_w = self._learned(values, gw, weight, of_weight=True)
-        return of_x[0], of_w[0], gb, *of_x[1:], of_w[1], *(None,) * 6
+        return of_x[0], of_w[0], gb, *of_x[1:], of_w[1], *(None,) * 7
 
     def _masked(self, gx: Tensor, mask: Tensor | None) -> Tensor:
         if gx.stride() != self.x_stride:
@@ -465,7 +489,7 @@ class Step(_References):
         gx, gw, gb, *_ = matmul_gradients(
             self.kind, g, saved[0], weight, operand, quantized, (*needs[:3], *(False,) * 4)
         )
-        return gx, gw, gb, *(None,) * 9
+        return gx, gw, gb, *(None,) * 10
 
 
 def _original(shape: torch.Size, order: Order) -> tuple[int, ...]:
@@ -521,7 +545,7 @@ class _NativeStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        *_, step, values, x_out, w_out, unit, kept = rest
+        *_, step, values, x_out, w_out, unit, kept, ctx.units = rest
         ctx.step, ctx.values, ctx.keeps_codes = step, values, kept is not None
         if kept is None:
             ctx.save_for_backward(x, weight)

@@ -25,6 +25,7 @@ from detent.torch.arrays import process_count, scale_dtype
 from detent.torch.batchnorm import Fold, QuantizedNorm
 from detent.torch.block_quantizer import BlockFakeQuantize
 from detent.torch.computed_weights import current_weight, has_weight, weight_owner
+from detent.torch.fused_requantization import SumUnits
 from detent.torch.layers import float_class_of, kind_of
 from detent.torch.model_plan import LayerPlan, ModelPlan, RecipeLike, plan
 from detent.torch.quantized_layer import NextQuantizer, QuantizedLayer, QuantizedMatmul, quantized_class
@@ -58,6 +59,7 @@ _LAYER_STATE = (
 _RESERVED = ("fold", "arithmetic", "bias_rule", "memory", "next_quantizer")
 BiasRule = Literal["float", "exported"]
 Memory = Literal["float", "codes", "auto"]
+RequantizationRule = Literal["fused", "separate"]
 AnyQuantizer = FakeQuantize | BlockFakeQuantize
 _FUSED_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
@@ -81,6 +83,7 @@ def prepare(
     arithmetic: Arithmetic = "float",
     bias: BiasRule = "float",
     memory: Memory = "auto",
+    requantization: RequantizationRule = "fused",
 ) -> nn.Module:
     """Prepare a model in place for quantization-aware training, as ``qt.plan`` shows, and return the model.
 
@@ -101,6 +104,9 @@ def prepare(
         memory: what integer products keep of their input for backward: "float" keeps the input itself, "codes" keeps
             codes and one bit per element. "auto" keeps the input if autograd keeps it anyway (the output of a ReLU),
             and codes otherwise. The results are the same. Learned scales always keep the input.
+        requantization: codes at ties of the quantizer after an integer product, in training. "fused" gives those of
+            evaluation and of exported files. "separate" gives those of separate operators, and saves up to 5 % of a
+            step in layers without a batch norm. Evaluation without gradients is always fused.
 
     Raises:
         SpecError: the model is already prepared, sharded or on the meta device, or ``qt.plan`` raises a SpecError.
@@ -117,6 +123,8 @@ def prepare(
         raise SpecError(f"got bias={bias!r}, expected 'float' or 'exported'")
     if memory not in ("float", "codes", "auto"):
         raise SpecError(f"got memory={memory!r}, expected 'float', 'codes' or 'auto'")
+    if requantization not in ("fused", "separate"):
+        raise SpecError(f"got requantization={requantization!r}, expected 'fused' or 'separate'")
     model_plan = plan(model, recipe, arithmetic=arithmetic)
     sync = process_count() > 1 if sync is None else sync
     modules = dict(model.named_modules())
@@ -137,6 +145,10 @@ def prepare(
                 owner = module if layer.arithmetic == "integer" else None
                 module.fold = Fold(modules[layer.norm], owner)
     _link_quantizers(model_plan, modules)
+    if requantization == "separate":
+        for quantizer in (each for group in quantizers.values() for each in group.values()):
+            if isinstance(quantizer, FakeQuantize):
+                quantizer.sum_units = None
     _change_other_classes(model)
     vars(model)[_PLAN] = _Prepared(model_plan, *_disable_fused_paths(model))
     set_weight_scales(each for each in weight_layers(model) if starts_in_preparation(each[-1]))
@@ -154,6 +166,8 @@ def _set_arithmetic(module: QuantizedMatmul, layer: LayerPlan, bias: BiasRule, m
         output = module._modules.get("output_quantizer")
         if layer.output_cause and layer.after_relu and isinstance(output, FakeQuantize):
             output.after_relu = True
+        if isinstance(output, FakeQuantize):
+            output.sum_units = SumUnits.for_quantizer(output.spec)
 
 
 def _link_quantizers(model_plan: ModelPlan, modules: dict[str, nn.Module]) -> None:
@@ -163,6 +177,7 @@ def _link_quantizers(model_plan: ModelPlan, modules: dict[str, nn.Module]) -> No
         quantizer = None if reader is None else reader._modules.get("input_quantizer")
         if isinstance(module, QuantizedMatmul) and isinstance(quantizer, FakeQuantize):
             module.next_quantizer = NextQuantizer(quantizer, after_relu=layer.next_after_relu)
+            quantizer.sum_units = SumUnits.for_quantizer(quantizer.spec, after_relu=layer.next_after_relu)
 
 
 def _change_other_classes(model: nn.Module) -> None:

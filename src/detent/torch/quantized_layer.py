@@ -38,7 +38,8 @@ from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, o
 from detent.torch.batchnorm import Fold, QuantizedNorm, unfused_weight
 from detent.torch.block_quantizer import BlockFakeQuantize, fake_quantize_block_format, straight_through
 from detent.torch.computed_weights import current_weight, weight_for_forward
-from detent.torch.exported_bias import exported_bias
+from detent.torch.exported_bias import bias_codes, exported_bias
+from detent.torch.fused_requantization import SumUnits, Units
 from detent.torch.integer_product import Requantization, WeightCodes
 from detent.torch.layers import (
     Convolution,
@@ -64,6 +65,7 @@ FROZEN = (
 )
 _ANY_ORDER = QuantSpec("int8")
 EMPTY = torch.empty(0)
+_MATRIX = 2  # axes of the weight of a Linear layer
 
 
 class NextQuantizer:
@@ -311,6 +313,9 @@ class QuantizedMatmul(QuantizedLayer):
             operand = FLOAT
             if inputs is not None and x.numel():
                 operand = Operand(inputs.values_for(x), inputs.ste, inputs.next_step())
+                if inputs.sum_units is not None and inputs.sum_units.units is not None:
+                    to = Requantization.of(operand.values.params)  # type: ignore[union-attr]  # quantizers have values
+                    operand = operand._replace(units=inputs.sum_units.units_for(x, to))
             multiplies_codes = self._multiplies_codes(x, operand, weights)
             if multiplies_codes and self._keeps_codes(x, operand):
                 operand = operand._replace(keeps_codes=True)
@@ -318,7 +323,9 @@ class QuantizedMatmul(QuantizedLayer):
             if quantized.codes is not None and not (self.training or torch.is_grad_enabled()):
                 requantization = self._requantization(x, bias)
                 y = multiply_codes(kind, x, weight, operand, quantized.codes, bias, requantization)
+                self._write_units(None, x, bias)
             else:
+                self._write_units(self._units(operand, quantized.codes, bias), x, bias)
                 y = matmul(kind, x, trained, self._as_exported(bias, operand, quantized), operand, quantized)
         elif inputs is not None and weights is not None and self._compiles_codes(x):
             y = self._compiled_product(kind, x, inputs, weights, bias)
@@ -368,6 +375,7 @@ class QuantizedMatmul(QuantizedLayer):
         is_fused = fold is not None and fold.is_fused
         x_scale, x_zero_point = inputs.traced_values_for(x)
         quantized = apply_traced(x, x_scale, x_zero_point, inputs.spec, inputs.ste, learned=inputs.is_learned)
+        quantized = inputs.follow_sums_traced(quantized, x, x_scale, x_zero_point)
         if is_fused and fold is not None:
             values, w_scale = self._traced_weight(weight, weights), fold.exported_scale(weight.detach(), weights)
         else:
@@ -383,6 +391,12 @@ class QuantizedMatmul(QuantizedLayer):
         float_bias = fold is not None and not is_fused
         following = None if self.training or torch.is_grad_enabled() else self._following(x, bias)
         output = () if following is None else following.tensors()
+        units = None
+        if (self.training or torch.is_grad_enabled()) and not float_bias and self.sum_units(x, bias) is not None:
+            units = Units(
+                (w_scale * x_scale).detach().expand(weight.shape[0]), channels_are_last=weight.ndim == _MATRIX
+            )
+        self._write_units(units, x, bias)
         scales = x_scale.detach(), rounded, w_scale, inputs.spec.format.signed
         y: Tensor = torch.ops.detent.multiply_quantized(quantized, values, bias, *scales, settings, float_bias, *output)
         return y
@@ -404,6 +418,27 @@ class QuantizedMatmul(QuantizedLayer):
     def _requantization(self, x: Tensor, bias: Tensor | None) -> Requantization | None:
         following = self._following(x, bias)
         return None if following is None else following.requantization()
+
+    def sum_units(self, x: Tensor, bias: Tensor | None) -> SumUnits | None:
+        """Return the link to the quantizer that ONNX Runtime may fuse into this layer, or None."""
+        if self.arithmetic == "float":
+            return None
+        following = self._following(x, bias)
+        return None if following is None else following.quantizer.sum_units
+
+    def _write_units(self, units: Units | None, x: Tensor, bias: Tensor | None) -> None:
+        link = self.sum_units(x, bias)
+        if link is not None:
+            link.units = units
+
+    def _units(self, operand: Operand, codes: WeightCodes | None, bias: Tensor | None) -> Units | None:
+        """Return the units of the output, or None if the bias is added in float."""
+        if codes is None or codes.float_bias or operand.values is None:
+            return None
+        units = codes.scale * float(operand.values.params.scale)
+        if bias is not None and bias_codes(bias.detach(), units) is None:
+            return None
+        return Units(units, channels_are_last=self.weight.ndim == _MATRIX)
 
     def finish_output(self, y: Tensor) -> Tensor:
         """Quantize the output, after the batch norm."""

@@ -43,7 +43,9 @@ from detent.spec import QuantSpec, get_spec
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, get_estimator
 from detent.torch import compiled_operators, eager, traced
 from detent.torch.arrays import FLOAT_TYPES, Slot, check_float, is_plain, on_cpu, process_count, scale_dtype, to_array
-from detent.torch.operator import Values, apply, apply_traced, check_finite_zero_point
+from detent.torch.fused_requantization import SumUnits, follow_sums, follow_sums_traced
+from detent.torch.integer_product import Requantization
+from detent.torch.operator import Values, apply, apply_traced, check_finite_zero_point, rounded_zero_point
 from detent.torch.parameters import ParameterState
 from detent.torch.recomputation import Recording, is_recomputing, is_recorded, once
 from detent.torch.transforms import outside
@@ -85,6 +87,7 @@ class FakeQuantize(ParameterState):
             parameters, and can call ``params_for(x)``.
         name: full name in the model, for messages.
         observer: observer for ``qt.calibrating``; None leaves the choice to ``qt.calibrating``.
+        sum_units: link to the integer layer into which ONNX Runtime fuses this quantizer, or None.
         after_relu: if True, ranges are those of ``relu(x)``. Codes below the smallest one are clipped, so an affine
             quantizer includes the ReLU.
 
@@ -116,6 +119,7 @@ class FakeQuantize(ParameterState):
         self.watcher: WatcherFunction | None = None
         self.observer: ObserverSpec | None = None
         self.after_relu = False
+        self.sum_units: SumUnits | None = None
         self.is_calibrating = False
         self.observers_in_use: tuple[Observer | None, ...] = ()  # observers of nested calibrations, from outer to inner
 
@@ -149,14 +153,33 @@ class FakeQuantize(ParameterState):
             self._observe_passing(x)
             return x
         if self._is_native(x):
-            return apply(x, self.values_for(x), self.ste, self.next_step())
+            values = self.values_for(x)
+            y = apply(x, values, self.ste, self.next_step())
+            if self.sum_units is not None and self.sum_units.units is not None:
+                to = Requantization.of(values.params)
+                units = self.sum_units.units_for(x, to)
+                if units is not None:
+                    follow_sums(x, y.detach(), units, to)
+            return y
         is_operator = self._texts is not None and compiled_operators.is_supported(x)
         if is_operator and self.is_learned:
-            return compiled_operators.fake_quantize_learned(x, self.learned_state(), self._texts)  # type: ignore[arg-type]
+            y = compiled_operators.fake_quantize_learned(x, self.learned_state(), self._texts)  # type: ignore[arg-type]
+            return y if self.sum_units is None else self.follow_sums_traced(y, x, *self.learned_values())
         scale, zero_point = self.traced_values_for(x)
         if is_operator:
-            return compiled_operators.fake_quantize(x, scale, zero_point, self._texts)  # type: ignore[arg-type]
+            y = compiled_operators.fake_quantize(x, scale, zero_point, self._texts)  # type: ignore[arg-type]
+            return self.follow_sums_traced(y, x, scale, zero_point)
         return apply_traced(x, scale, zero_point, self.spec, self.ste, self.next_step(), learned=self.is_learned)
+
+    def follow_sums_traced(self, y: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        """Apply fused requantization to y, the fake-quantized x, in compiled code."""
+        link = self.sum_units
+        units = None if link is None else link.take(x)
+        if link is None or units is None or scale.numel() != 1:
+            return y
+        whole = self.zero_point if zero_point is None else zero_point
+        whole = rounded_zero_point(whole, self.spec) if whole.is_floating_point() else whole
+        return follow_sums_traced(y, x, units, link, scale.detach(), whole.detach(), self.spec)
 
     def _is_native(self, x: Tensor) -> bool:
         return is_plain(x) and self.scale.device.type == "cpu"

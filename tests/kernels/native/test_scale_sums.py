@@ -1,10 +1,10 @@
-"""Kernels of integer products equal their reference bit for bit: scaled sums, codes with scales, codes with masks."""
+"""Kernels of integer products equal their reference bit for bit: scaled sums, codes of sums, scales, masks."""
 
 import numpy as np
 import pytest
 
 import detent as dt
-from detent.kernels import Problem, minmax, observe, quantize_masked, scale_sums
+from detent.kernels import Problem, minmax, observe, quantize_masked, requantize, scale_sums
 
 SHAPES = ((1, 1), (3, 7), (64, 16), (501, 33), (2, 40000))
 EDGE = np.array([2**24, -(2**24), 2**24 - 1, 2**31 - 128, -(2**31)], np.float32)
@@ -88,3 +88,28 @@ def test_codes_with_masks(shape, spec, ste):
         assert quantize_masked(problem, x, *arrays, codes, mask) is None
     x[0, 0] = np.nan
     assert quantize_masked(problem, x, *arrays, codes, mask) is True
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.float32])
+@pytest.mark.parametrize("run_length", [1, 3, 200])
+@pytest.mark.parametrize("channels", [1, 7, 64])
+def test_requantized_sums(dtype, run_length, channels):
+    rng = np.random.default_rng(1)
+    units = (rng.normal(size=channels) * 1e-3).astype(np.float32)
+    of_element = units[np.arange(3 * channels * run_length) // run_length % channels]
+    sums = rng.integers(-(2**21), 2**21, of_element.size).astype(np.float32)
+    sums[::5] += 0.25
+    x = sums * of_element
+    x[1::11] = rng.choice(np.float32([np.nan, np.inf, -np.inf, 0]), x[1::11].size)
+    low, high = (-128, 127) if dtype == np.int8 else (0, 255)
+    results = []
+    for kernels in ("auto", "reference"):
+        out = np.full(x.shape, 77, dtype)
+        with dt.use_kernels(kernels):
+            requantize(x, units, run_length, out, scale=31.7, zero_point=20, qmin=low, qmax=high)
+        results.append(out)
+    assert np.array_equal(*results)
+    codes = np.clip(np.rint(sums * (of_element / np.float32(31.7))) + 20, low, high)
+    whole = (sums * of_element == x) & (sums == np.rint(sums))
+    expected = codes if dtype != np.float32 else (codes.astype(np.float32) - 20) * np.float32(31.7)
+    assert np.array_equal(results[0][whole], expected[whole].astype(dtype))
