@@ -111,7 +111,7 @@ def test_text_is_tokenized_and_quantization_uses_the_file(tmp_path):
     ("data", "options", "error", "message"),
     [
         (TOKENS, {"chunk_size": 49}, ShapeError, "got 48 tokens, expected at least 49"),
-        (TOKENS, {"chunk_size": 0}, RangeError, "chunk_size"),
+        (TOKENS, {"chunk_size": 0}, SpecError, "chunk_size must be an integer of at least 1"),
         ([[1, 2], [3]], {}, DtypeError, "rows of different lengths"),
         (TOKENS + 1000, {}, RangeError, "expected 0 to 95"),
         (TOKENS * 1.0, {}, DtypeError, "expected a list of integers"),

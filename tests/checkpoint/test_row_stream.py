@@ -83,7 +83,7 @@ def test_mxfp4_moe_stores_experts_in_mxfp4_and_the_rest_in_q8_0(tmp_path):
 
 def test_experts_with_another_type_are_no_missing_experts(tmp_path):
     source = write_checkpoint(tmp_path / "moe", mixtral_tensors(), mixtral_config())
-    recipe = dt.Recipe([dt.Rule("blk.*_exps", weight="gguf.q8_0"), dt.Rule("*")])
+    recipe = dt.Recipe([dt.Rule("blk.*_exps", weight="q8_0"), dt.Rule("*")])
     assert qc.plan(source, "gguf:MXFP4_MOE", vocabulary=False, recipe=recipe).notes == ()
 
 
