@@ -114,7 +114,7 @@ def _origin(source: TensorSource, path: Path, data: TextOrTokens, options: list[
         text = data if isinstance(data, str) else read_text(Path(data), MAX_TEXT_BYTES)
         content = hashlib.sha256(text.encode(errors="surrogatepass"))
     else:
-        tokens = _token_ids(data)
+        tokens = np.asarray(data)
         content = hashlib.sha256(json.dumps([tokens.dtype.str, tokens.shape]).encode() + tokens.tobytes())
     files = files_digest([*source.files, *others])
     facts = [__version__, source.digest, files, type(data) is str, content.hexdigest(), *options]
@@ -196,7 +196,7 @@ def _chunks(path: Path, data: TextOrTokens, size: int, limit: int | None, vocabu
     if isinstance(data, str | os.PathLike):
         ids, bos = _tokenized(path, data if isinstance(data, str) else read_text(Path(data), MAX_TEXT_BYTES))
     else:
-        ids = _token_ids(data)
+        ids = np.asarray(data)  # checked by _token_ids
     if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
         raise RangeError(f"got token ids from {ids.min()} to {ids.max()}, expected 0 to {vocabulary - 1}")
     count = len(ids) // size if limit is None else min(len(ids) // size, limit)

@@ -471,8 +471,8 @@ def _choose_quantizers(
     with running("measuring noise at the outputs"):
         noise = NoiseByLayer(graph_plan, ranges.params, samples.compared, run.workspace, placements)
     if clipped is not None:
-        is_searched = any(each.group not in _fixed_groups(noise, graph_plan, placements) for each in placements)
-        margin = find_margin() if is_searched else None
+        fixed = _fixed_groups(noise, graph_plan, placements)
+        margin = find_margin() if any(each.group not in fixed for each in placements) else None
         with running("searching ranges"):
             ranges = _searched_ranges(
                 noise, graph_plan, placements, calibration, clipped, samples, run.memory_budget, margin
