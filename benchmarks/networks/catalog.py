@@ -209,10 +209,10 @@ NETWORKS: Mapping[str, Network] = MappingProxyType(
             decide=_painted,
             steps=200,
             export=Export(13, finish=graphs.with_suppression),
-            held_out=128,
+            held_out=256,
         ),
         "keypoints": Network(
-            dense.keypoints, _pictures(_center_maps), binary_cross_entropy, decide=brightest, held_out=128
+            dense.keypoints, _pictures(_center_maps), binary_cross_entropy, decide=brightest, held_out=1024
         ),
         "regression": Network(
             dense.regression,

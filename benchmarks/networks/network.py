@@ -82,7 +82,7 @@ class Network:
     steps: int = 160
     rate: float | None = None
     batch: int = 1
-    held_out: int = 256
+    held_out: int = 1024
     after_training: Callable[[nn.Module], None] | None = None
     training_data: Callable[[int, int], Data] | None = None
 
