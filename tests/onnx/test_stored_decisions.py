@@ -1,16 +1,20 @@
 """Quantized files are small: nothing is stored twice, and notes of exporters are dropped."""
 
 import json
+from base64 import b85decode
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import ModelProto, TensorProto, helper
 from onnx_graphs import Maker, images
 
 import detent as dt
 import detent.onnx as qo
+from detent.onnx.stored_decisions import _Reader, to_metadata
 from detent.onnx_model.graph import Graph
-from detent.onnx_model.provenance import Provenance
+from detent.onnx_model.provenance import Provenance, fields_of
 
 
 def network():
@@ -32,7 +36,7 @@ def file():
 
 
 def entry_of(model):
-    return json.loads(next(each.value for each in model.metadata_props if each.key == "detent"))
+    return fields_of(next(each.value for each in model.metadata_props if each.key == "detent"))
 
 
 def test_a_spec_is_written_once(file):
@@ -50,6 +54,26 @@ def test_a_range_is_part_of_its_placement(file):
     assert "ranges" not in decisions
     ranged = {each["tensor"] for each in decisions["placements"] if "range" in each}
     assert ranged == set(decided().ranges)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (np.geomspace(1.0, 2.0**-7, 8), "bfloat16"),
+        (-(2.0 ** np.arange(-126, 128)), "bfloat16"),
+        (np.array([0.0, -0.0, np.inf, -np.inf, 1.0, 2.0, 3.0, 1e-40]), "float32"),
+        (np.geomspace(1.0, 0.1, 8), "float32"),
+        (np.arange(7.0), "float32"),  # too few elements
+    ],
+)
+def test_arrays_are_stored_exactly(values, dtype):
+    decisions = replace(decided(), constants={"c": np.float32(values)})
+    entry = to_metadata(decisions, ModelProto())["constants"]["c"]
+    assert entry.get("dtype", "float32") == dtype
+    assert len(b85decode(entry["base85"])) == values.size * np.dtype(dtype).itemsize
+    stored = _Reader(ModelProto()).read(entry)
+    assert stored.dtype == np.float32
+    assert stored.tobytes() == np.float32(values).tobytes()
 
 
 def test_equal_zero_points_are_stored_once(file):

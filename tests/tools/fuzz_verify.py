@@ -45,7 +45,7 @@ from small_models import SKIPPED, cnn, transformer
 import detent as dt
 import detent.onnx as qo
 from detent.errors import DetentError
-from detent.onnx_model.provenance import KEY
+from detent.onnx_model.provenance import KEY, fields_of, packed
 from detent.onnx_model.sessions import make_session
 from detent.verification import levels
 
@@ -201,7 +201,7 @@ def _mutate_metadata(model: ModelProto, rng: np.random.Generator) -> str:
         i = int(rng.integers(len(entry.value)))
         entry.value = entry.value[:i] + str(rng.choice(["", "{", "9", '"'])) + entry.value[i + 1 :]
         return "text"
-    document = json.loads(entry.value)
+    document = fields_of(entry.value)
     places = list(_places(document))
     holder, key = places[int(rng.integers(len(places)))]
     old = holder[key]
@@ -212,6 +212,8 @@ def _mutate_metadata(model: ModelProto, rng: np.random.Generator) -> str:
         holder[key] = choices[int(rng.integers(len(choices))) if rng.random() < 0.5 else 0]
     else:
         holder[key] = [[], {}, None, [old], 3][int(rng.integers(5))]
+    if isinstance(document.get("decisions"), dict) and rng.random() < 0.5:
+        document["decisions"] = packed(document["decisions"])
     entry.value = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return str(key) if isinstance(key, str) and len(key) < 20 else "item"
 
@@ -263,7 +265,7 @@ def try_edit(seed: int, number: int) -> Outcome:
 
 def _only_decided(before: ModelProto, after: ModelProto) -> bool:
     """Whether, besides the metadata, only constants that the decisions refer to differ."""
-    entry = next(json.loads(each.value) for each in before.metadata_props if each.key == KEY)
+    entry = next(fields_of(each.value) for each in before.metadata_props if each.key == KEY)
     holders = [holder for holder, key in _places(entry["decisions"]) if key == "initializer"]
     names = {holder["initializer"] for holder in holders}
     parts = []

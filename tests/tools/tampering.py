@@ -32,7 +32,7 @@ from detent.onnx.decisions import Decisions, Equalized, LayerDecision, Quantizer
 from detent.onnx.quantized_graph import float_form, write_quantizers
 from detent.onnx.stored_decisions import read_decisions, to_metadata
 from detent.onnx_model.graph import array_of, make_tensor, reads
-from detent.onnx_model.provenance import KEY, Provenance
+from detent.onnx_model.provenance import KEY, Provenance, fields_of
 from detent.spec import QuantSpec
 
 __all__ = [
@@ -924,7 +924,7 @@ def _swap_subgraphs(model: ModelProto, site: Site, _rng: np.random.Generator) ->
 
 
 def _metadata(model: ModelProto) -> dict[str, Any]:
-    return next((json.loads(each.value) for each in model.metadata_props if each.key == KEY), {})
+    return next((fields_of(each.value) for each in model.metadata_props if each.key == KEY), {})
 
 
 def _write_metadata(model: ModelProto, entry: Mapping[str, Any]) -> None:

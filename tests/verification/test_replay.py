@@ -9,7 +9,9 @@ from onnx import helper, numpy_helper
 
 import detent as dt
 import detent.onnx as qo
+from detent.onnx.stored_decisions import read_decisions
 from detent.onnx_model import array_of, make_tensor
+from detent.onnx_model.provenance import Provenance, fields_of, packed
 
 
 def model():
@@ -148,12 +150,38 @@ def test_execution_alone_catches_a_changed_graph(file):
 
 
 def rewritten(file, change):
-    """Change the decisions recorded in a file."""
+    """Change the decisions recorded in a file, and store them as a JSON object."""
     entry = next(each for each in file.metadata_props if each.key == "detent")
-    fields = json.loads(entry.value)
+    fields = fields_of(entry.value)
     change(fields["decisions"])
     entry.value = json.dumps(fields)
     return file
+
+
+def stored_as(file, form):
+    """Store the decisions and the version of the metadata in another form."""
+    entry = next(each for each in file.metadata_props if each.key == "detent")
+    entry.value = json.dumps(form(fields_of(entry.value)))
+    return file
+
+
+def decisions_of(file):
+    return read_decisions(file, Provenance.read(file)).decisions
+
+
+FORMS = {
+    "as an object": lambda fields: fields,
+    "packed": lambda fields: {**fields, "decisions": packed(fields["decisions"])},
+    "version 2": lambda fields: {**fields, "version": 2},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_decisions_in_every_form_are_replayed(file, form):
+    expected = decisions_of(file)
+    stored = stored_as(file, FORMS[form])
+    assert dt.verify(model(), stored).ok
+    assert decisions_of(stored) == expected
 
 
 @pytest.mark.parametrize(
@@ -186,6 +214,12 @@ MALFORMED = {
     "constant of another type": lambda each: each["layers"][0]["weight_scale"].update(initializer="w1_codes"),
     "huge": lambda each: each["layers"][0].update(weight_scale={"fill": 1.0, "shape": [1 << 40]}),
     "huge in all": lambda each: each.update(constants={str(i): {"fill": 1.0, "shape": [60000]} for i in range(100)}),
+    "fill of bfloat16": lambda each: each["layers"][0].update(
+        weight_scale={"fill": 1.0, "shape": [8], "dtype": "bfloat16"}
+    ),
+    "short bytes of bfloat16": lambda each: each["layers"][0].update(
+        weight_scale={"base85": "00", "shape": [8], "dtype": "bfloat16"}
+    ),
     "short bytes": lambda each: each["layers"][0].update(weight_scale={"base85": "00", "shape": [8]}),
     "not base85": lambda each: each["layers"][0].update(weight_scale={"base85": '""', "shape": [8]}),
     "another dtype": lambda each: each["layers"][0].update(weight_scale={"fill": 1, "shape": [8], "dtype": "object"}),

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper
 
+from detent.channel_factors import rounded_factors
 from detent.errors import SpecError
 from detent.granularity import PerAxis
-from detent.onnx.decisions import Smoothed
+from detent.onnx.decisions import SMOOTHED_FACTORS, Smoothed
 from detent.onnx.graph_plan import GraphPlan, weight_params
 from detent.onnx.layer_error import gain_db, noise
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of
@@ -200,8 +201,7 @@ def _factors(x: Array, w: Array, strength: float) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
         factors = np.where(usable, x**strength / np.where(usable, w, 1.0) ** (1 - strength), 1.0)
     factors /= np.exp(np.log(factors[usable]).mean()) if usable.any() else 1.0
-    limited: Array = np.clip(factors, 1e-4, 1e4).astype(np.float32)
-    return limited
+    return rounded_factors(factors, *SMOOTHED_FACTORS)
 
 
 def _norm_before(graph: Graph, tensor: str, names: Sequence[str]) -> list[tuple[NodeProto, int]] | None:

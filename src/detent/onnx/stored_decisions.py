@@ -1,13 +1,15 @@
 """Decisions stored in the metadata of a quantized file.
 
-The decisions are stored as the JSON of ``Decisions``, with six changes that shrink it to a few percent of the file:
+The decisions are stored as the JSON of ``Decisions``, with six changes that make it much smaller, and compressed by
+``Provenance``:
 
 - Fields of the metadata entry ``detent`` (target, source, data, recipe, options, version of detent) are not repeated.
 - Fields with default values are left out, and so is a placement's ``group`` if it is the placement's own tensor.
 - An array is written in one of three forms:
   ``{"initializer": name, "shape": [...], "digest": ...}``  a constant of the file, with a digest of its values
   ``{"fill": number, "dtype": ..., "shape": [...]}``        one number repeated; dtype is left out for float32
-  ``{"base85": text, "dtype": ..., "shape": [...]}``        its little-endian bytes (see ``base64.b85decode``)
+  ``{"base85": text, "dtype": ..., "shape": [...]}``        its little-endian bytes (see ``base64.b85decode``); if
+  dtype is bfloat16, the upper two bytes of each float32, whose other bytes are 0
 - Zero points are left out if all of them are 0. Float32 numbers have only as many digits as they need.
 - Each spec is written once, in the list ``specs``; other fields contain the index of the spec in this list.
 - The range of a group is the entry ``range`` of the group's first placement.
@@ -66,6 +68,8 @@ _KINDS: dict[int, str] = {
     **dict.fromkeys(_SMALL, "int32"),
 }  # types of constants that decisions refer to, and the dtype of the array in the decisions
 _DTYPES = ("float32", "float64", "int32", "uint8")
+_BFLOAT16 = "bfloat16"  # dtype of float32 arrays that bfloat16 represents exactly, only in the form base85
+MIN_BFLOAT16 = 8  # elements; with fewer, the bytes of float32 are shorter than the name of the dtype
 _FLOAT32 = ("scale", "observed_range", "input_range")  # fields with one or two float32 numbers
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 MIN_REFERRED = 12  # elements; with fewer, the bytes are shorter than a reference
@@ -298,9 +302,21 @@ class _Initializers:
             return {"fill": encode(values.flat[0].item()), **layout}
         tensor = self._names.get((str(values.dtype), content)) if values.size >= MIN_REFERRED else None
         if tensor is None:
+            if values.size >= MIN_BFLOAT16 and _is_bfloat16(values):
+                upper = (_bits(values) >> 16).astype("<u2")
+                content, layout["dtype"] = upper.tobytes(), _BFLOAT16
             return {"base85": base64.b85encode(content).decode("ascii"), **layout}
         reference: dict[str, Any] = {"initializer": tensor.name, "digest": _digest(content)}
         return reference if list(tensor.dims) == layout["shape"] else {**reference, "shape": layout["shape"]}
+
+
+def _is_bfloat16(values: Array) -> bool:
+    """Return whether the array is float32, and bfloat16 represents its values exactly."""
+    return values.dtype == np.float32 and not (_bits(values) & 0xFFFF).any()
+
+
+def _bits(values: Array) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(values).view(np.uint32)
 
 
 def _dtype_entry(values: Array) -> dict[str, str]:
@@ -330,11 +346,13 @@ class _Reader:
         form = "fill" if "fill" in value else "base85"
         entry = table({"dtype": "float32", **value}, "an array", (form, "dtype", "shape"))
         shape = self._shape(entry["shape"])
-        if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
+        dtypes = _DTYPES if form == "fill" else (*_DTYPES, _BFLOAT16)
+        if not isinstance(entry["dtype"], str) or entry["dtype"] not in dtypes:
             raise FileFormatError(
-                f"the dtype of an array must be one of {', '.join(_DTYPES)}, got {entry['dtype']!r:.60}"
+                f"the dtype of an array must be one of {', '.join(dtypes)}, got {entry['dtype']!r:.60}"
             )
-        dtype = np.dtype(entry["dtype"]).newbyteorder("<")
+        is_bfloat16 = entry["dtype"] == _BFLOAT16
+        dtype = np.dtype("uint16" if is_bfloat16 else entry["dtype"]).newbyteorder("<")
         if form == "fill":
             number = entry["fill"]
             number = float(number) if isinstance(number, str) and number in {"inf", "-inf", "nan"} else number
@@ -349,8 +367,10 @@ class _Reader:
         expected = prod(shape) * dtype.itemsize
         if len(content) != expected:
             raise FileFormatError(
-                f"an array of shape {shape} and dtype {dtype.name} needs {expected} bytes, got {len(content)}"
+                f"an array of shape {shape} and dtype {entry['dtype']} needs {expected} bytes, got {len(content)}"
             )
+        if is_bfloat16:
+            return (np.frombuffer(content, dtype).astype(np.uint32) << 16).view(np.float32).reshape(shape)
         return np.frombuffer(content, dtype).astype(dtype.newbyteorder("=")).reshape(shape)
 
     def _shape(self, value: object) -> tuple[int, ...]:

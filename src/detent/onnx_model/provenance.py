@@ -3,8 +3,13 @@
 Provenance is stored as JSON in the metadata entry ``detent``. The same model and decisions give the same entry on every
 machine. The kernels that ONNX Runtime chose depend on the machine, so they are in a separate entry,
 ``detent.runtime``.
+
+The decisions are by far the largest part, so they are compressed: the base85 of the bzip2 compression of their JSON. A
+JSON object in this place is read, too: people may edit it, and short decisions and files of version 2 have it.
 """
 
+import base64
+import bz2
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,14 +23,15 @@ from detent.codec import Leaf, Leaves, check_version, decode, parse
 from detent.errors import FileFormatError
 from detent.onnx_model.graph import QUANTIZE, array_of
 
-__all__ = ["KEY", "RUNTIME_KEY", "Provenance", "RuntimeRecord", "digest_of"]
+__all__ = ["KEY", "RUNTIME_KEY", "Provenance", "RuntimeRecord", "digest_of", "fields_of", "packed", "unpacked"]
 
 KEY, RUNTIME_KEY = "detent", "detent.runtime"
-VERSION = 2
+VERSION = 3
 RUNTIME_VERSION = 1
-TEXT_LIMIT = 1 << 24  # limit on the characters of an entry
+TEXT_LIMIT = 1 << 24  # limit on the characters of an entry, and of decisions that are not compressed
 CODES_NODE = "_codes_node"  # end of a QuantizeLinear node's name, after the name of the tensor
 MODEL_DIGITS = 32  # hexadecimal digits of a digest
+_DECISIONS = f"'decisions' in the metadata entry {KEY!r}"
 _PARTS: Leaves = {dict: Leaf(lambda value: value, lambda value: value)}  # decoded by the modules that encoded them
 
 
@@ -70,6 +76,8 @@ class Provenance:
         fields = {name: value for name, value in vars(self).items() if value is not None}
         if self.activations == _tensors_by_name(model):
             del fields["activations"]
+        if self.decisions is not None:
+            fields["decisions"] = _shorter(self.decisions)
         _write_entry(model, KEY, {"version": VERSION, **fields, "recipe": recipe})
 
     @classmethod
@@ -79,9 +87,10 @@ class Provenance:
         Raises:
             FileFormatError: the entry cannot be read.
         """
-        fields, entry = _read_entry(model, KEY), f"the metadata entry {KEY!r}"
-        if fields is None:
+        text, entry = _entry(model, KEY), f"the metadata entry {KEY!r}"
+        if text is None:
             return None
+        fields = fields_of(text)
         version = fields.pop("version", None)
         if version == 1:  # version 1 had hashes of quantizers instead of decisions
             fields.pop("digests", None)
@@ -95,6 +104,78 @@ class Provenance:
         return replace(decode(cls, {**fields, "decisions": None, "export": None}, entry, _PARTS), **parts)
 
 
+def fields_of(text: str) -> dict[str, Any]:
+    """Parse the metadata entry ``detent``; decisions that are compressed become a JSON object.
+
+    Raises:
+        FileFormatError: the entry cannot be read.
+
+    >>> fields_of('{"version":2,"decisions":{"opset":17}}')
+    {'version': 3, 'decisions': {'opset': 17}}
+    """
+    fields = parse(text, f"the metadata entry {KEY!r}", limit=TEXT_LIMIT)
+    if isinstance(fields.get("decisions"), str):
+        fields["decisions"] = unpacked(fields["decisions"])
+    version = fields.get("version")
+    if type(version) is int and version == 2:  # version 2 never compressed decisions
+        fields["version"] = VERSION
+    return fields
+
+
+def packed(decisions: Mapping[str, Any]) -> str:
+    """Return the base85 of the bzip2 compression of a JSON object; ``unpacked`` returns the object.
+
+    >>> text = packed({"opset": 17})
+    >>> unpacked(text)
+    {'opset': 17}
+    """
+    # Not zlib: zlib and zlib-ng compress the same text to different bytes, and a file must have the same bytes on every
+    # machine. There is one implementation of bzip2.
+    return base64.b85encode(bz2.compress(_compact(decisions).encode(), 9)).decode("ascii")
+
+
+def unpacked(text: str) -> dict[str, Any]:
+    """Return the JSON object of a text from ``packed``; the size of the object is limited.
+
+    Raises:
+        FileFormatError: the text is malformed, or its JSON is too long or not an object.
+    """
+    if len(text) % 5 == 1:  # b85decode ignores a single character after the last group of five
+        raise _unreadable(f"the text has {len(text)} characters, which base85 never has")
+    try:
+        content = base64.b85decode(text)
+        decompressor = bz2.BZ2Decompressor()
+        decoded = decompressor.decompress(content, max_length=TEXT_LIMIT + 1)
+        plain = decoded.decode() if len(decoded) <= TEXT_LIMIT else ""
+    except (ValueError, OSError) as error:
+        raise _unreadable(f"got {text!r:.60}: {error}") from error
+    if len(decoded) > TEXT_LIMIT:
+        raise FileFormatError(
+            f"{_DECISIONS} has more than {TEXT_LIMIT} characters when decompressed, expected at most {TEXT_LIMIT}"
+        )
+    if not decompressor.eof:
+        raise _unreadable(f"the text of {len(text)} characters ends too early")
+    if decompressor.unused_data:
+        raise _unreadable(f"got {len(decompressor.unused_data)} bytes after the compressed data")
+    return parse(plain, _DECISIONS, limit=TEXT_LIMIT)
+
+
+def _unreadable(problem: str) -> FileFormatError:
+    return FileFormatError(
+        f"{_DECISIONS}: {problem}; expected the base85 of bzip2-compressed JSON, or a JSON object: quantize again"
+    )
+
+
+def _shorter(decisions: dict[str, Any]) -> dict[str, Any] | str:
+    """Compress decisions if that makes them shorter."""
+    text = packed(decisions)
+    return text if len(text) < len(_compact(decisions)) else decisions
+
+
+def _compact(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
 def _tensors_by_name(model: ModelProto) -> dict[str, str]:
     """Map the name of each QuantizeLinear node that is named ``<tensor>_codes_node`` to ``<tensor>``."""
     names = [node.name for node in model.graph.node if node.op_type == QUANTIZE]
@@ -104,16 +185,15 @@ def _tensors_by_name(model: ModelProto) -> dict[str, str]:
 def _write_entry(model: ModelProto, key: str, fields: Mapping[str, Any]) -> None:
     others = [(entry.key, entry.value) for entry in model.metadata_props if entry.key != key]
     del model.metadata_props[:]
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-    for name, value in (*others, (key, text)):
+    for name, value in (*others, (key, _compact(fields))):
         model.metadata_props.add(key=name, value=value)
 
 
-def _read_entry(model: ModelProto, key: str) -> dict[str, Any] | None:
+def _entry(model: ModelProto, key: str) -> str | None:
     texts = [entry.value for entry in model.metadata_props if entry.key == key]
     if len(texts) > 1:
         raise FileFormatError(f"the metadata entry {key!r} occurs {len(texts)} times, expected once")
-    return parse(texts[0], f"the metadata entry {key!r}", limit=TEXT_LIMIT) if texts else None
+    return texts[0] if texts else None
 
 
 @dataclass(frozen=True)
@@ -145,9 +225,10 @@ class RuntimeRecord:
         Raises:
             FileFormatError: the entry cannot be read.
         """
-        fields, entry = _read_entry(model, RUNTIME_KEY), f"the metadata entry {RUNTIME_KEY!r}"
-        if fields is None:
+        text, entry = _entry(model, RUNTIME_KEY), f"the metadata entry {RUNTIME_KEY!r}"
+        if text is None:
             return None
+        fields = parse(text, entry, limit=TEXT_LIMIT)
         check_version(fields.pop("version", None), RUNTIME_VERSION, entry)
         by_kernel = fields.get("kernels")
         if not isinstance(by_kernel, dict) or not all(isinstance(each, list) for each in by_kernel.values()):

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from detent.checks import first_index
-from detent.codec import parse
 from detent.errors import FileFormatError
 from detent.onnx_model.files import without_initializers
 from detent.onnx_model.graph import array_of, node_name
-from detent.onnx_model.provenance import KEY
+from detent.onnx_model.provenance import KEY, fields_of
 from detent.verification.verify_report import Difference, element
 
 __all__ = ["compared_constants", "differences"]
@@ -240,7 +239,7 @@ def _rest(expected: ModelProto, got: ModelProto) -> Iterator[Difference]:
     if texts[0] == texts[1]:
         return
     try:
-        entries = [parse(text, f"the metadata entry {KEY!r}") for text in texts]
+        entries = [fields_of(text) for text in texts]
     except FileFormatError:
         yield _difference("the model", f"metadata {KEY!r}", "changed", *texts)
         return
