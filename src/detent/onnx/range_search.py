@@ -65,6 +65,8 @@ MAX_CLIPPED_NOISE = 0.9  # noise with clipped ranges, relative to min-max ranges
 MAX_CLIPPED_NOISE_SAFE = 0.5  # the same limit with many calibration samples, or with an SQNR above 30 dB (3 dB)
 # The first search, on few samples, where clipping must remove half of the noise: how many, and the limit it must meet.
 FEW_SAMPLES, MAX_CLIPPED_NOISE_FEW = 8, 0.6
+# After as many runs of the model, a set of clipped groups is given up if it has not yet lowered the noise.
+MIN_RACED = 8
 MANY_SAMPLES = 64  # with more calibration samples, noise is measured only on a small part of them
 TOLERANCE = 1e-4  # relative to a bound; recording other tensors may change the last bits of results in ONNX Runtime
 
@@ -223,7 +225,8 @@ class _Search:
         self._noise, self._calibration, self._bounds = noise, calibration, bounds
         self._folds = [(first + i + 1) % bounds.folds for i in range(noise.samples)]
         self._placements = {each.group: each for each in placements}
-        self._plain_noises: dict[float, float] = {}  # by margin
+        self._plain: dict[tuple[float, int | None], list[float]] = {}  # results of _sums without clipped ranges
+        self._known_params: dict[tuple[str, float, int | None, bool], QuantParams] = {}
 
     def best_margin(self, preferred: float | None = None) -> float:
         """Return the smallest margin whose noise is close to the least, or the largest with many calibration samples.
@@ -233,10 +236,10 @@ class _Search:
         """
         if not self._placements:
             return self._bounds.min_max
-        noises = {0.0: self._plain(0.0)}
+        noises = {0.0: self._plain_sums(0.0)[-1]}
         for margin in (*MARGINS, *([inf] if self._bounds.has_many else [])):
             max_excess = MAX_EXCESS_PREFERRED if margin == preferred else MAX_EXCESS_NOISE
-            noises[margin] = self._measure(margin, (), max_excess * min(noises.values()))
+            noises[margin] = self._sums(margin, (), max_excess * min(noises.values()))[-1]
         least = min(noises.values())
         if preferred is not None and noises.get(preferred, inf) <= MAX_EXCESS_PREFERRED * least:
             return preferred
@@ -247,11 +250,11 @@ class _Search:
         close = (margin for margin, each in noises.items() if each <= limits[margin] * least)
         return next(close, self._bounds.min_max)
 
-    def _plain(self, margin: float) -> float:
+    def _plain_sums(self, margin: float, samples: int | None = None) -> list[float]:
         """Measure the noise without clipped ranges; the result is kept."""
-        if margin not in self._plain_noises:
-            self._plain_noises[margin] = self._measure(margin, ())
-        return self._plain_noises[margin]
+        if (margin, samples) not in self._plain:
+            self._plain[margin, samples] = self._sums(margin, (), samples=samples)
+        return self._plain[margin, samples]
 
     def best_clipped(self, clipped: Collection[str], margin: float) -> set[str]:
         """Choose the groups to clip among ``clipped``; none if clipping removes too little noise.
@@ -261,29 +264,38 @@ class _Search:
         candidates = [each for each in self._placements if each in clipped and self._is_narrower(each)]
         if not candidates:
             return set()
-        plain = self._plain(margin)
+        plain = self._plain_sums(margin)[-1]
         if not np.isfinite(plain) or not plain:  # the noise cannot be measured
             return set()
         is_safe = self._bounds.has_many or self._is_negligible()
         if is_safe and len(self._folds) > FEW_SAMPLES:
-            few = self._measure(margin, (), samples=FEW_SAMPLES)
-            if self._search_clipped(candidates, margin, few, FEW_SAMPLES)[1] > MAX_CLIPPED_NOISE_FEW * few:
+            few = self._plain_sums(margin, FEW_SAMPLES)[-1]
+            if self._search_clipped(candidates, margin, FEW_SAMPLES)[1] > MAX_CLIPPED_NOISE_FEW * few:
                 return set()
-        chosen, remaining = self._search_clipped(candidates, margin, plain)
+        chosen, remaining = self._search_clipped(candidates, margin)
         return chosen if remaining <= (MAX_CLIPPED_NOISE_SAFE if is_safe else MAX_CLIPPED_NOISE) * plain else set()
 
     def _search_clipped(
-        self, candidates: Sequence[str], margin: float, plain: float, samples: int | None = None
+        self, candidates: Sequence[str], margin: float, samples: int | None = None
     ) -> tuple[set[str], float]:
-        """Search the groups to clip on the first samples; return them and the noise. ``plain`` is the noise before."""
-        return search_subset(candidates, lambda changes, limit: self._measure(margin, changes, limit, samples), plain)
+        """Search the groups to clip on the first samples; return them and the noise."""
+        least = plain = self._plain_sums(margin, samples)
+
+        def measure(clipped: Collection[str], limit: float) -> float:
+            nonlocal least
+            sums = self._sums(margin, clipped, limit, samples, least if limit < inf else ())
+            if sums[-1] < min(limit, least[-1]):
+                least = sums
+            return sums[-1]
+
+        return search_subset(candidates, measure, plain[-1])
 
     def _is_negligible(self) -> bool:
         """Whether min-max ranges of all data cause little noise, so that clipping has more to lose than to gain."""
         margin = self._bounds.min_max
         params = {group: self._params(group, margin, None, is_clipped=False) for group in self._placements}
         limit = NEGLIGIBLE_NOISE * self._noise.count
-        return self._noise.noise_by_sample([params] * len(self._folds), limit) <= limit
+        return self._add_up([], [params] * len(self._folds), limit)[-1] <= limit
 
     def _is_narrower(self, group: str) -> bool:
         """Whether the clipped range of a group differs from its min-max range."""
@@ -292,25 +304,52 @@ class _Search:
         )
         return full != clipped
 
-    def _measure(
-        self, margin: float, clipped: Collection[str], limit: float = inf, samples: int | None = None
-    ) -> float:
+    def _sums(
+        self,
+        margin: float,
+        clipped: Collection[str],
+        limit: float = inf,
+        samples: int | None = None,
+        rival: Sequence[float] = (),
+    ) -> list[float]:
         """Measure the noise with ranges of folds, plus the noise with ranges of all data, on the first samples.
 
-        Groups in ``clipped`` have their clipped range. The measurement stops as soon as the noise is above ``limit``;
-        the result is then a number above the limit.
+        Groups in ``clipped`` have their clipped range. The result has the sum after each run of the model; the last one
+        is the noise. The measurement stops as soon as the noise is above ``limit``, or, after some runs, not below the
+        sum of ``rival``, an earlier result; the last value is then infinite.
         """
         by_fold = [
             {group: self._params(group, margin, fold, is_clipped=group in clipped) for group in self._placements}
             for fold in (*range(self._bounds.folds), None)
         ]
         folds = self._folds[:samples]
-        unseen = self._noise.noise_by_sample([by_fold[fold] for fold in folds], limit)
-        if unseen > limit:
-            return unseen
-        return unseen + self._noise.noise_by_sample([by_fold[-1]] * len(folds), limit - unseen)
+        sums = self._add_up([], [by_fold[fold] for fold in folds], limit, rival)
+        return sums if sums[-1] == inf else self._add_up(sums, [by_fold[-1]] * len(folds), limit, rival)
+
+    def _add_up(
+        self,
+        sums: list[float],
+        params: Sequence[Mapping[str, QuantParams]],
+        limit: float,
+        rival: Sequence[float] = (),
+    ) -> list[float]:
+        """Continue sums with the noise of each sample, until one of the limits of ``_sums`` is exceeded."""
+        sums = list(sums)
+        for noise in self._noise.noises_by_sample(params):
+            sums.append(noise + (sums[-1] if sums else 0.0))
+            if len(sums) >= MIN_RACED and len(sums) <= len(rival) and sums[-1] >= rival[len(sums) - 1]:
+                return [*sums, inf]
+            if sums[-1] > limit:
+                return [*sums, inf]
+        return sums or [0.0]
 
     def _params(self, group: str, margin: float, fold: int | None, *, is_clipped: bool) -> QuantParams:
+        key = group, margin, fold, is_clipped
+        if key not in self._known_params:
+            self._known_params[key] = self._compute_params(group, margin, fold, is_clipped=is_clipped)
+        return self._known_params[key]
+
+    def _compute_params(self, group: str, margin: float, fold: int | None, *, is_clipped: bool) -> QuantParams:
         """Compute the parameters of a group from the data of a fold; ``fold=None`` uses all calibration data."""
         placement, calibration = self._placements[group], self._calibration
         if not is_clipped:
