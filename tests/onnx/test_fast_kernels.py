@@ -10,7 +10,7 @@ from onnx_graphs import Maker, conv_chain, images, operators, weights
 import detent as dt
 import detent.onnx as qo
 from detent.errors import SpecError, UnsupportedError
-from detent.onnx import fast_kernels
+from detent.onnx import accuracy_passes, fast_kernels
 from detent.onnx.fast_kernels import (
     choose_wide,
     multiplications,
@@ -70,6 +70,55 @@ def test_accuracy_keeps_the_outputs_of_last_layers_in_float():
     decisions, _ = decided(last_after(64), images(2, batch=1), prefer="accuracy")
     assert all(each.is_quantized for each in decisions.layers)
     assert len(decisions.placements) == 3
+
+
+def resized(position, mode="linear"):
+    """Two layers, a Resize, and a small last layer before or after it."""
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 64, name="first")])
+    t = m.add("Relu", [m.conv(t, 64, 64, name="second")])
+    scales = m.constant(np.float32([1, 1, 2, 2]))
+
+    def resize(tensor):
+        return m.add("Resize", [tensor, "", scales], mode=mode)
+
+    y = resize(m.conv(t, 64, 1, 1, name="last")) if position == "before" else m.conv(resize(t), 64, 1, 1, name="last")
+    return m.model([("x", [1, 8, 8, 8])], [m.add("Sigmoid", [y])])
+
+
+@pytest.mark.parametrize("position", ["before", "after"])
+@pytest.mark.parametrize(
+    ("mode", "options", "is_quantized"),
+    [
+        ("linear", {}, True),
+        ("linear", {"prefer": "speed"}, True),
+        ("linear", {"effort": "fast"}, True),
+        ("nearest", {}, False),
+    ],
+)
+def test_a_small_last_layer_at_a_resize_gets_a_quantized_output(position, mode, options, is_quantized):
+    decisions, file = decided(resized(position, mode), images(2, batch=1), **options)
+    assert layer_named(decisions, "last").is_quantized == is_quantized
+    assert kernels_of(file).get("last") == ("QLinearConv" if is_quantized else None)
+
+
+def test_accuracy_keeps_the_output_of_a_last_layer_at_a_resize_in_float():
+    decisions, _ = decided(resized("before"), images(2, batch=1), prefer="accuracy")
+    assert len(decisions.placements) == 3
+
+
+@pytest.mark.parametrize(
+    ("noises", "is_quantized"),
+    [((9e-4, 1e-5), True), ((1.1e-2, 1e-2), True), ((1.3e-2, 1e-2), False), (None, False)],
+)
+def test_a_last_layer_at_a_resize_stays_in_float_if_that_removes_much_noise(
+    noises, is_quantized, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(accuracy_passes, "_mean_noises", lambda *_: noises)
+    report = qo.quantize(resized("after"), tmp_path / "q.onnx", images(2, batch=1), keep_float="none", progress=False)
+    kept = [step for step in report.steps if "kept last layers at a Resize in float: 23% less noise" in step]
+    assert bool(kept) == (noises == (1.3e-2, 1e-2))
+    assert layer_named(report.decisions, "last").is_quantized == is_quantized
 
 
 def test_other_runtimes_need_no_quantized_outputs():

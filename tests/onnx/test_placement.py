@@ -272,3 +272,23 @@ def test_integer_kernels_are_those_of_the_plan(kept, before, behind):
     assert sum(counts[kernel] for kernel in INTEGER_KERNELS) == 2, "the result of the last is float"
     assert counts["Conv"] + counts["FusedConv"] == 2
     close(model, quantized, feeds)
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_chained", "expected"),
+    [("linear", True, 1), ("nearest", True, 1), ("cubic", True, 1), ("linear", False, 0)],
+)
+def test_a_concat_behind_a_resize_runs_on_codes(mode, is_chained, expected):
+    """A Resize that interpolates computes in float, but its output gets a Q/DQ pair for the Concat."""
+    m = Maker()
+    fine = m.add("Relu", [m.conv("x", 8, 16)])
+    coarse = m.add("Relu", [m.conv(fine, 16, 16, strides=[2, 2])])
+    if not is_chained:
+        coarse = m.add("Sqrt", [coarse])
+    scales = m.constant(np.float32([1, 1, 2, 2]))
+    t = m.add("Concat", [fine, m.add("Resize", [coarse, "", scales], mode=mode)], axis=1)
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [m.conv(t, 32, 4)]), images()
+    quantized, _ = quantize_model(model, feeds)
+    counts = operators(quantized)
+    assert (counts["QLinearConcat"], counts["Concat"]) == (expected, 1 - expected)
+    close(model, quantized, feeds)

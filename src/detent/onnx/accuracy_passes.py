@@ -7,7 +7,8 @@ choosing kernels        which last layers stay in float, and which get a quantiz
 choosing samples        the samples on which the following passes run the model (``samples``)
 equalization            factors between convolutions (``equalization``)
 SmoothQuant             factors between channels of matmul inputs and weights (``smoothquant``)
-choosing additions      whether additions behind float layers stay in float (``placement``)
+choosing last layers    whether small last layers at a Resize stay in float (``fast_kernels``)
+choosing additions      whether Add and Concat nodes that also read float tensors stay in float (``placement``)
 fitting group scales    scales of weight-only matmuls with groups (``group_scales``)
 calibration             nothing; it observes the ranges of activations (``calibration``)
 choosing ranges         which activations may be clipped (``calibration``)
@@ -22,6 +23,8 @@ A pass that changes the model is kept only if it lowers the noise at the outputs
 the pass was not fitted. Equalization and SmoothQuant must remove a fifth of the noise. If the SQNR is above 30 dB
 without them, they must remove half of it, or a smaller share with a confidence of 95 %: a small gain that varies from
 sample to sample may be a loss on others.
+If layers are skipped, the choices before calibration, and the margin of ranges, are those of the model with all layers
+quantized. Otherwise, skipping one more layer could change them: in an Xception, this cost 1.5 dB.
 ``effort`` says how much is measured: "fast" measures nothing at the outputs, "best" uses more samples of large models.
 """
 
@@ -108,7 +111,7 @@ MARGIN_RUNS = 14.0  # the same for the margin of the model with all layers quant
 MIN_SECONDS_ANNOUNCED = 5.0
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
 MAX_CHANGED_NOISE = 0.8  # noise after equalization or SmoothQuant, relative to the noise before (1 dB)
-MAX_ADDITION_NOISE = 1.2  # noise with quantized additions behind float layers, relative to float additions (0.8 dB)
+MAX_ADDITION_NOISE = 1.2  # noise with quantized additions or last outputs, relative to the same in float (0.8 dB)
 MAX_FITTED_NOISE = 0.95  # the same limit for scales of groups that fit the data
 MAX_CHANGED_NOISE_SAFE = 0.5  # the same limit if the SQNR is above 30 dB (3 dB)
 MIN_PAIRED_SAMPLES = 8  # on at least as many samples, noise before and after is also compared sample by sample
@@ -240,9 +243,9 @@ def decide_with_data(
     ``options.skip``, if layers are skipped.
     """
     with running("choosing kernels"):
-        work = multiplications(graph_plan, batches.check_first())
-        graph_plan = with_last_layers(graph_plan, work, options.prefer)
-        graph_plan = graph_plan.without(choose_slow_weights(graph_plan, work), SLOW_REASON)
+        variants = _Variants.of(graph_plan, batches, options.prefer)
+        whole = variants if unskipped is None else _Variants.of(unskipped, batches, options.prefer)
+    graph_plan, work = variants.in_float, variants.work
     reject_empty(graph_plan)
     groups = _tensor_groups(graph_plan, batches, run)  # fails early if the budget is too small
     with running("choosing samples"):
@@ -252,26 +255,27 @@ def decide_with_data(
         per_sample = total * samples_in(chosen[0]) / samples_in(batches.check_first())
         samples = EFFORTS[options.effort].samples(chosen, per_sample)
         _announce_time(graph_plan.model, batches, chosen, per_sample, options.effort, is_skipped=unskipped is not None)
-    graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, samples, options, run)
-    graph_plan, additions = _choose_additions(graph_plan, samples, options, run.memory_budget)
+    all_changes = _changes(whole, samples, options, run)
+    changes = all_changes if unskipped is None else variants.like(all_changes)
+    graph_plan = changes.plan
     if groups is not None and observed_tensors(graph_plan) != [name for group in groups for name in group]:
         groups = _tensor_groups(graph_plan, batches, run)  # other tensors are observed now
-    progress = True if run.progress is None else run.progress
     with running("calibration"):
         calibration = calibrate_groups(
-            graph_plan, batches, groups, options.observer, progress, run.resume_file, chosen, run.workspace, survey
+            *(graph_plan, batches, groups, options.observer, True if run.progress is None else run.progress),
+            *(run.resume_file, chosen, run.workspace, survey),
         )
     if graph_plan.own_range_layers:
         with running("calibration of subgraphs"):
             graph_plan = _with_own_ranges(graph_plan, batches, chosen, run.workspace)
     graph_plan, fitted = _fit_scales(graph_plan, samples, options, run.memory_budget)
     isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
-    find = partial(_unskipped_margin, unskipped, graph_plan.model, batches, chosen, samples, options, run)
+    find = partial(_unskipped_margin, unskipped and all_changes.plan, batches, chosen, samples, run)
     choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run, find)
-    facts = replace(facts, data=calibration.fingerprint, equalized=equalized, smoothed=smoothed)
+    facts = replace(facts, data=calibration.fingerprint, equalized=changes.equalized, smoothed=changes.smoothed)
     assembly = _Assembly(facts, calibration, choice.ranges)
     decisions, biases = _with_biases(assembly, choice.plan, isolated, samples, options, original)
-    steps = (*map(str, equalized), *map(str, smoothed), *additions, *fitted, *choice.steps)
+    steps = (*changes.steps, *fitted, *choice.steps)
     for step in steps:
         _log.info("%s", step)
     compared = chosen[: EFFORTS[options.effort].max_samples]
@@ -284,6 +288,60 @@ def decide_with_data(
             biases |= corrected_biases(choice.unkept_plan, params, isolated, len(samples.fitted))
         replan = partial(_with_float, choice.unkept_plan, work, options, set(calibration.ranges), choice.kept)
         return _meet_goal(decided, choice, replace(assembly, biases=biases), replan, original, goal, run.workspace)
+
+
+class _Variants(NamedTuple):
+    """Two plans: small last layers at a Resize are in float, or have a quantized output; ``work`` is that of both."""
+
+    in_float: GraphPlan
+    quantized: GraphPlan
+    work: Mapping[str, float]
+
+    @classmethod
+    def of(cls, graph_plan: GraphPlan, batches: Batches, prefer: Preference) -> "_Variants":
+        """Choose last layers and slow weights of a plan."""
+        work = multiplications(graph_plan, batches.check_first())
+
+        def variant(*, resized_outputs: bool) -> GraphPlan:
+            plan = with_last_layers(graph_plan.with_resized_outputs(resized_outputs=resized_outputs), work, prefer)
+            return plan.without(choose_slow_weights(plan, work), SLOW_REASON)
+
+        return cls(variant(resized_outputs=False), variant(resized_outputs=True), work)
+
+    def like(self, changes: "_Changes") -> "_Changes":
+        """Make the changes of a plan that quantizes more layers.
+
+        Factors of tensors that no quantized layer reads are left out.
+        """
+        graph_plan = self.quantized if changes.plan.resized_outputs else self.in_float
+        graph_plan = graph_plan.with_float_additions() if changes.plan.float_additions else graph_plan
+        names = {line.name for line in graph_plan.quantized}
+        equalized = tuple(each for each in changes.equalized if names & set(each.readers))
+        smoothed = tuple(each for each in changes.smoothed if names & set(each.layers))
+        if equalized or smoothed:
+            model = equalization.apply(copied(graph_plan.model), equalized)
+            graph_plan = graph_plan.with_model(smoothquant.apply(model, smoothed))
+        return _Changes(graph_plan, equalized, smoothed, changes.choices)
+
+
+class _Changes(NamedTuple):
+    """The choices before calibration: a plan of the changed model, the factors, and what else was chosen, as text."""
+
+    plan: GraphPlan
+    equalized: tuple[Equalized, ...]
+    smoothed: tuple[Smoothed, ...]
+    choices: tuple[str, ...]
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        return (*map(str, self.equalized), *map(str, self.smoothed), *self.choices)
+
+
+def _changes(variants: _Variants, samples: Samples, options: Options, run: RunOptions) -> _Changes:
+    graph_plan, equalized, smoothed = _equalize_and_smooth(variants.in_float, samples, options, run)
+    graph_plan, last = _choose_resized_outputs(graph_plan, variants.quantized, samples, options, run.memory_budget)
+    graph_plan, additions = _choose_additions(graph_plan, samples, options, run.memory_budget)
+    return _Changes(graph_plan, equalized, smoothed, (*last, *additions))
 
 
 def _survey(
@@ -531,18 +589,15 @@ def _fixed_groups(noise: NoiseByLayer, graph_plan: GraphPlan, placements: Sequen
 
 def _unskipped_margin(
     unskipped: GraphPlan | None,
-    model: ModelProto,
     batches: Batches,
     chosen: tuple[Feed, ...],
     samples: Samples,
-    options: Options,
     run: RunOptions,
 ) -> float | None:
     """Search the margin of ranges for the plan without skipped layers; return None if it is not searched."""
     if unskipped is None or len(samples.every) < MIN_RANGE_SAMPLES:
         return None
-    graph_plan = unskipped.with_model(model).with_fixed_inputs()
-    graph_plan = with_last_layers(graph_plan, multiplications(graph_plan, batches.check_first()), options.prefer)
+    graph_plan = unskipped.with_fixed_inputs()
     groups = None if run.memory_budget is None else tensor_groups(graph_plan, batches, run.memory_budget)
     try:
         with running("calibration of all layers"):
@@ -618,10 +673,34 @@ def _equalize_and_smooth(
     return plan.with_model(graph_plan.model) if is_changed else plan, equalized, smoothed
 
 
+def _choose_resized_outputs(
+    graph_plan: GraphPlan, with_outputs: GraphPlan, samples: Samples, options: Options, memory_budget: int | None
+) -> tuple[GraphPlan, tuple[str, ...]]:
+    """Choose between two plans: small last layers before or after a Resize are in float, or have a quantized output.
+
+    ``with_outputs`` is faster. It is rejected if it adds much noise at the outputs, unless the noise stays negligible.
+    """
+    with_outputs = with_outputs.with_model(graph_plan.model)
+    if graph_plan.placements() == with_outputs.placements():
+        return graph_plan, ()
+    if not options.is_measured:
+        return with_outputs, ()
+    with running("choosing last layers"):
+        plans = with_outputs, graph_plan
+        noises = _mean_noises("outputs of last layers were not quantized", plans, samples, memory_budget)
+        if noises is None:
+            return graph_plan, ()
+        quantized, in_float = noises
+        if quantized <= max(MAX_ADDITION_NOISE * in_float, NEGLIGIBLE_NOISE):
+            return with_outputs, ()
+        change = -_percent(quantized, in_float)
+        return graph_plan, (f"kept last layers at a Resize in float: {change:.0f}% less noise at the outputs",)
+
+
 def _choose_additions(
     graph_plan: GraphPlan, samples: Samples, options: Options, memory_budget: int | None
 ) -> tuple[GraphPlan, tuple[str, ...]]:
-    """Keep additions behind float layers in float, if quantizing them adds much noise at the outputs."""
+    """Keep additions behind float layers, and Concat nodes behind a Resize, in float if they add much noise."""
     float_plan = graph_plan.with_float_additions()
     if options.prefer == "speed" or graph_plan.placements() == float_plan.placements():
         return graph_plan, ()
@@ -637,7 +716,8 @@ def _choose_additions(
         if quantized <= MAX_ADDITION_NOISE * in_float:
             return graph_plan, ()
         change = -_percent(quantized, in_float)
-        return float_plan, (f"kept additions behind float layers in float: {change:.0f}% less noise at the outputs",)
+        kept = "kept additions behind float layers and Concat nodes behind a Resize in float"
+        return float_plan, (f"{kept}: {change:.0f}% less noise at the outputs",)
 
 
 def _fit_scales(

@@ -165,7 +165,9 @@ class GraphPlan(PlanTotals[LayerPlan]):
         model: the prepared model.
         last_layers: names of layers with a quantized output although no quantized layer comes after them.
         has_fitted_scales: whether scales of weights depend on the data (``group_scales``).
-        float_additions: whether additions of a chain and a tensor from outside it are kept in float (``placement``).
+        float_additions: whether each Add and Concat of a chain and a tensor from outside it is kept in float
+            (``placement``).
+        resized_outputs: whether small last layers before or after a Resize get a quantized output (``fast_kernels``).
 
     >>> from onnx import parser
     >>> graph_plan = plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -185,6 +187,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
     last_layers: frozenset[str] = frozenset()
     has_fitted_scales: bool = False
     float_additions: bool = False
+    resized_outputs: bool = False
     _weight_params: dict[tuple[str, QuantSpec], QuantParams] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -227,8 +230,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
 
     def with_model(self, model: ModelProto) -> "GraphPlan":
         """Return this plan for a model with the same layers and different weights."""
-        last_layers, float_additions = self.last_layers, self.float_additions
-        return GraphPlan(self.recipe, self.target, self.layers, model, last_layers, float_additions=float_additions)
+        return replace(self, model=model, has_fitted_scales=False, _weight_params={})
 
     def without(self, names: Iterable[str], reason: str) -> "GraphPlan":
         """Return this plan with some layers kept in float for ``reason``."""
@@ -273,8 +275,12 @@ class GraphPlan(PlanTotals[LayerPlan]):
         return replace(self, layers=tuple(layers))
 
     def with_float_additions(self) -> "GraphPlan":
-        """Return this plan with additions of a chain and a tensor from outside it in float (``placement``)."""
+        """Return this plan with the Add and Concat of a chain and a tensor from outside it in float (``placement``)."""
         return replace(self, float_additions=True)
+
+    def with_resized_outputs(self, *, resized_outputs: bool) -> "GraphPlan":
+        """Return this plan with quantized outputs of small last layers before or after a Resize (``fast_kernels``)."""
+        return replace(self, resized_outputs=resized_outputs)
 
     def with_quantized_outputs(self, names: Iterable[str]) -> "GraphPlan":
         """Return this plan with quantized outputs for some last layers, which have no quantized layer after them."""

@@ -13,8 +13,9 @@ The output of an operator that only moves data (MaxPool, Reshape, Transpose, ...
 multiplication by a positive constant keeps the codes and changes only the scale, at no run-time cost. Other scalar
 constants in a chain get a Q/DQ pair for the operator that reads them. Gates from outside the chain, such as the sigmoid
 of a squeeze-and-excitation block, also get a Q/DQ pair. An Add may also read a tensor from outside the chain that has a
-Q/DQ pair for a quantized layer: a residual connection, for example, whose first convolution is kept in float. This can
-add noise, so a plan may keep such additions in float.
+Q/DQ pair for a quantized layer: a residual connection, for example, whose first convolution is kept in float. A Concat
+may read a tensor of a chain that a Resize enlarged by interpolation, which computes in float; without a Q/DQ pair, the
+Concat would join float tensors. Both can add noise, so a plan may keep such nodes in float.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,7 +25,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from detent.onnx.decisions import QuantizerPlacement
-from detent.onnx_model.graph import PASSING_CODES, Graph, attribute_of, reads
+from detent.onnx_model.graph import PASSING_CODES, Graph, interpolates, reads
 from detent.onnx_model.layers import Layer
 from detent.spec import QuantSpec
 
@@ -52,7 +53,7 @@ def place_quantizers(
 
     If ``ranges`` of activations are passed, a Concat whose inputs have very different ranges ends a chain (see the
     module docstring). The outputs of ``last_layers`` are also quantized, although no quantized layer follows. With
-    ``float_additions``, an Add of a chain and a tensor from outside the chain is kept in float.
+    ``float_additions``, an Add or Concat of a chain and a tensor from outside the chain is kept in float.
     """
     return _Placer(graph, layers, specs, ranges, last_layers, float_additions).run()
 
@@ -110,7 +111,7 @@ class _Placer:
                     passed.add(id(bound))
             elif self._scaled_by(node) is not None and result in self.leading and not self._escapes(node, None):
                 self._scale(node)
-            elif node.op_type in PASSING_CODES and node.input[0] in self.chain and _only_moves(node):
+            elif node.op_type in PASSING_CODES and node.input[0] in self.chain and not interpolates(node):
                 self._move(node)
         placements = list(self.chain.values())
         outside = {
@@ -169,7 +170,9 @@ class _Placer:
 
     def _can_read_codes(self, node: NodeProto, name: str) -> bool:
         """Return whether a node of a chain can read an input from outside the chain through a Q/DQ pair."""
-        if node.op_type == "Add" and name in self.readers and not self.float_additions:
+        if not self.float_additions and (
+            (node.op_type == "Add" and name in self.readers) or (node.op_type == "Concat" and self._is_resized(name))
+        ):
             return True
         return node.op_type in BINARY and (self._is_scalar(name) or self._is_gate(name))
 
@@ -178,13 +181,18 @@ class _Placer:
         tensor = self.graph.constants.get(name)
         return tensor is not None and tensor.data_type == TensorProto.FLOAT and prod(tensor.dims) == 1
 
+    def _is_resized(self, name: str) -> bool:
+        """Return whether a tensor is a tensor of a chain that was resized by interpolation."""
+        producer = self.graph.producer(name)
+        return producer is not None and interpolates(producer) and producer.input[0] in self.chain
+
     def _is_gate(self, name: str) -> bool:
         producer = self.graph.producer(name)
         return producer is not None and producer.op_type in GATES
 
     def _quantize_inputs(self, node: NodeProto, spec: QuantSpec) -> None:
         """Quantize the inputs of a node from outside the chain, except for constants."""
-        if node.op_type not in BINARY:
+        if node.op_type not in {*BINARY, "Concat"}:
             return
         for name in node.input:
             if name not in self.chain and not self._is_scalar(name):
@@ -235,13 +243,6 @@ class _Placer:
         for name in node.output if node.op_type == "Split" else node.output[:1]:
             if name in self.leading and name not in self.graph.outputs and name not in self.graph.captured:
                 self.chain[name] = QuantizerPlacement(name, source.spec, source.group)
-
-
-def _only_moves(node: NodeProto) -> bool:
-    if node.op_type == "Resize":
-        mode = attribute_of(node, "mode", b"nearest")
-        return bool(mode == b"nearest")
-    return True
 
 
 def _limits(graph: Graph, node: NodeProto) -> Range:

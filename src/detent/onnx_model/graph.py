@@ -46,6 +46,7 @@ __all__ = [
     "describe",
     "element_range",
     "element_type",
+    "interpolates",
     "is_depthwise",
     "is_integer_type",
     "make_tensor",
@@ -73,6 +74,11 @@ INTEGER_KERNELS = (
 )
 # Operators whose names begin with one of these compute with codes: integer kernels of layers, QLinearAdd and others.
 CODE_OPERATORS = (*INTEGER_KERNELS, "DynamicQuantize", "MatMulNBits", "QAttention", "QLinear")
+
+
+def interpolates(node: NodeProto) -> bool:
+    """Return whether a node is a Resize that computes new values instead of repeating values."""
+    return node.op_type == "Resize" and bool(attribute_of(node, "mode", b"nearest") != b"nearest")
 
 
 def is_depthwise(groups: int, shape: Sequence[int | None]) -> bool:
