@@ -14,8 +14,11 @@ detent, name its tools: ``--tools detent "detent, vnni"``; results of others sta
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from onnx_ptq import OUT_OF_MEMORY, TIMED_OUT, installed, instructions, log, run_worker
@@ -39,6 +42,16 @@ def file_of(model: str, tool: str) -> Path:
     return FILES / f"{model}.{tool.replace(', ', '-').replace(' ', '-')}.onnx"
 
 
+@cache
+def import_seconds(tool: str) -> float:
+    """Return the CPU time of a new process that imports all modules of a tool."""
+    modules = UNSEEN_TOOLS[tool].modules
+    code = f"import importlib, time; [importlib.import_module(each) for each in {modules}]; print(time.process_time())"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False) for _ in range(3)]
+    times = [float(run.stdout.split()[-1]) for run in runs if run.returncode == 0]
+    return round(min(times, default=0.0), 2)
+
+
 def quantize(model: str, tool: str, limit: float) -> dict:
     """Run the attempts of a tool until one works; return the cost of that attempt, or the first error."""
     output, reasons = file_of(model, tool), []
@@ -46,7 +59,7 @@ def quantize(model: str, tool: str, limit: float) -> dict:
         command = [str(WORKER), "quantize", model, tool, str(output), "--attempt", str(attempt)]
         result = run_worker(command, output, limit)
         if "failed" not in result:
-            return result | {"failed_attempts": reasons}
+            return result | {"import_cpu_seconds": import_seconds(tool), "failed_attempts": reasons}
         reasons.append(result["failed"])
         if any(text in reasons[-1] for text in (OUT_OF_MEMORY, TIMED_OUT, NOT_INSTALLED)):
             break

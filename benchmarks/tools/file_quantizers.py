@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,9 @@ Quantizer = Callable[[Path, Path, Sequence[Feed]], dict[str, Any] | None]
 MIN_OPSET = 13  # the first opset with per-channel QuantizeLinear
 NEW_OPSET = 17  # models with older opsets are converted to this opset
 TRANSFORMER = "for transformers"  # note of attempts that are tried first on transformers
+DETENT, NNCF = ("detent.onnx",), ("nncf", "nncf.onnx")
+STATIC = ("onnxruntime.quantization.shape_inference", "onnxruntime.tools.symbolic_shape_infer")
+os.environ.setdefault("NNCF_CI", "1")  # no telemetry
 
 
 @dataclass(frozen=True)
@@ -43,29 +46,20 @@ class FileQuantizer:
 
     Attributes:
         attempts: sets of options, tried in order.
-        load: function that imports the tool, before time and memory are measured.
+        modules: all modules that the tool imports, also those that it imports while it runs.
         is_ours: whether this is detent, which supports models with old opsets.
         kinds: kinds of models that the tool is for; all if empty.
     """
 
     attempts: tuple[Attempt, ...]
-    load: Callable[[], object]
+    modules: tuple[str, ...]
     is_ours: bool = False
     kinds: tuple[str, ...] = ()
 
-
-def _load_detent() -> object:
-    import detent.onnx  # noqa: PLC0415 - each tool has its own process
-
-    return detent.onnx
-
-
-def _load_with_effort() -> object:
-    import detent.onnx as qo  # noqa: PLC0415
-
-    if "effort" not in signature(qo.quantize).parameters:
-        raise ImportError("this version of detent has no effort option")
-    return qo
+    def load(self) -> None:
+        """Import the tool, before time and memory are measured."""
+        for module in self.modules:
+            import_module(module)
 
 
 def _detent(target: str, source: Path, output: Path, feeds: Sequence[Feed], **options: Any) -> dict[str, Any]:
@@ -83,13 +77,6 @@ def _detent(target: str, source: Path, output: Path, feeds: Sequence[Feed], **op
         "float_layers": {layer.name: layer.reason for layer in report.layers if layer.reason},
         "float_kernels": {layer.name: layer.kernel for layer in layers if not layer.runs_on_integer_kernel},
     }
-
-
-def _load_static() -> object:
-    import onnxruntime.quantization  # noqa: PLC0415
-    import onnxruntime.quantization.shape_inference  # noqa: PLC0415
-
-    return onnxruntime.quantization
 
 
 def _static(
@@ -169,13 +156,6 @@ def _static_attempts(method: str, **options: Any) -> tuple[Attempt, ...]:
     )
 
 
-def _load_nncf() -> object:
-    os.environ.setdefault("NNCF_CI", "1")  # no telemetry
-    import nncf  # noqa: PLC0415
-
-    return nncf
-
-
 def _nncf(
     source: Path, output: Path, feeds: Sequence[Feed], *, model_type: str | None = None, reduce_range: bool = False
 ) -> None:
@@ -207,21 +187,21 @@ def with_new_opset(source: Path, target: Path) -> Path:
 
 TOOLS: Mapping[str, FileQuantizer] = MappingProxyType(
     {
-        "detent": FileQuantizer((Attempt(partial(_detent, "onnxruntime")),), _load_detent, is_ours=True),
-        "detent, avx2": FileQuantizer((Attempt(partial(_detent, "onnxruntime-avx2")),), _load_detent, is_ours=True),
-        "detent, vnni": FileQuantizer((Attempt(partial(_detent, "onnxruntime-vnni")),), _load_detent, is_ours=True),
-        "ORT MinMax": FileQuantizer(_static_attempts("MinMax"), _load_static),
-        "ORT MinMax, reduced": FileQuantizer(_static_attempts("MinMax", reduce_range=True), _load_static),
-        "ORT Percentile": FileQuantizer(_static_attempts("Percentile"), _load_static),
-        "ORT Entropy": FileQuantizer(_static_attempts("Entropy"), _load_static),
-        "NNCF": FileQuantizer((Attempt(_nncf),), _load_nncf),
+        "detent": FileQuantizer((Attempt(partial(_detent, "onnxruntime")),), DETENT, is_ours=True),
+        "detent, avx2": FileQuantizer((Attempt(partial(_detent, "onnxruntime-avx2")),), DETENT, is_ours=True),
+        "detent, vnni": FileQuantizer((Attempt(partial(_detent, "onnxruntime-vnni")),), DETENT, is_ours=True),
+        "ORT MinMax": FileQuantizer(_static_attempts("MinMax"), STATIC),
+        "ORT MinMax, reduced": FileQuantizer(_static_attempts("MinMax", reduce_range=True), STATIC),
+        "ORT Percentile": FileQuantizer(_static_attempts("Percentile"), STATIC),
+        "ORT Entropy": FileQuantizer(_static_attempts("Entropy"), STATIC),
+        "NNCF": FileQuantizer((Attempt(_nncf),), NNCF),
         "NNCF, transformer": FileQuantizer(
-            (Attempt(partial(_nncf, model_type="TRANSFORMER")),), _load_nncf, kinds=("transformer",)
+            (Attempt(partial(_nncf, model_type="TRANSFORMER")),), NNCF, kinds=("transformer",)
         ),
-        "NNCF, reduced": FileQuantizer(_nncf_attempts(reduce_range=True), _load_nncf),
+        "NNCF, reduced": FileQuantizer(_nncf_attempts(reduce_range=True), NNCF),
         "NNCF, transformer, reduced": FileQuantizer(
             (Attempt(partial(_nncf, model_type="TRANSFORMER", reduce_range=True)),),
-            _load_nncf,
+            NNCF,
             kinds=("transformer",),
         ),
     }
@@ -233,14 +213,12 @@ UNSEEN_TOOLS: Mapping[str, FileQuantizer] = MappingProxyType(
     {
         "detent": TOOLS["detent"],
         "detent, vnni": TOOLS["detent, vnni"],
-        "detent, fast": FileQuantizer(
-            (Attempt(partial(_detent, "onnxruntime", effort="fast")),), _load_with_effort, is_ours=True
-        ),
+        "detent, fast": FileQuantizer((Attempt(partial(_detent, "onnxruntime", effort="fast")),), DETENT, is_ours=True),
         "ORT MinMax": TOOLS["ORT MinMax"],
         "ORT MinMax, reduced": TOOLS["ORT MinMax, reduced"],
         "ORT Percentile": TOOLS["ORT Percentile"],
-        "ORT Percentile, reduced": FileQuantizer(_static_attempts("Percentile", reduce_range=True), _load_static),
-        "NNCF": FileQuantizer(_nncf_attempts(), _load_nncf),
+        "ORT Percentile, reduced": FileQuantizer(_static_attempts("Percentile", reduce_range=True), STATIC),
+        "NNCF": FileQuantizer(_nncf_attempts(), NNCF),
         "NNCF, reduced": TOOLS["NNCF, reduced"],
     }
 )

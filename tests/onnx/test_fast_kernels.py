@@ -114,7 +114,7 @@ def test_accuracy_keeps_the_output_of_a_last_layer_at_a_resize_in_float():
 def test_a_last_layer_at_a_resize_stays_in_float_if_that_removes_much_noise(
     noises, is_quantized, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(accuracy_passes, "_mean_noises", lambda *_: noises)
+    monkeypatch.setattr(accuracy_passes._PlanNoise, "means", lambda *_: noises)
     report = qo.quantize(resized("after"), tmp_path / "q.onnx", images(2, batch=1), keep_float="none", progress=False)
     kept = [step for step in report.steps if "kept last layers at a Resize in float: 23% less noise" in step]
     assert bool(kept) == (noises == (1.3e-2, 1e-2))

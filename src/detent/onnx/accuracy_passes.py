@@ -339,8 +339,9 @@ class _Changes(NamedTuple):
 
 def _changes(variants: _Variants, samples: Samples, options: Options, run: RunOptions) -> _Changes:
     graph_plan, equalized, smoothed = _equalize_and_smooth(variants.in_float, samples, options, run)
-    graph_plan, last = _choose_resized_outputs(graph_plan, variants.quantized, samples, options, run.memory_budget)
-    graph_plan, additions = _choose_additions(graph_plan, samples, options, run.memory_budget)
+    noise_of = _PlanNoise(samples.evaluated, run.memory_budget)
+    graph_plan, last = _choose_resized_outputs(graph_plan, variants.quantized, noise_of, options)
+    graph_plan, additions = _choose_additions(graph_plan, noise_of, options)
     return _Changes(graph_plan, equalized, smoothed, (*last, *additions))
 
 
@@ -674,7 +675,7 @@ def _equalize_and_smooth(
 
 
 def _choose_resized_outputs(
-    graph_plan: GraphPlan, with_outputs: GraphPlan, samples: Samples, options: Options, memory_budget: int | None
+    graph_plan: GraphPlan, with_outputs: GraphPlan, noise_of: "_PlanNoise", options: Options
 ) -> tuple[GraphPlan, tuple[str, ...]]:
     """Choose between two plans: small last layers before or after a Resize are in float, or have a quantized output.
 
@@ -686,8 +687,7 @@ def _choose_resized_outputs(
     if not options.is_measured:
         return with_outputs, ()
     with running("choosing last layers"):
-        plans = with_outputs, graph_plan
-        noises = _mean_noises("outputs of last layers were not quantized", plans, samples, memory_budget)
+        noises = noise_of.means("outputs of last layers were not quantized", with_outputs, graph_plan)
         if noises is None:
             return graph_plan, ()
         quantized, in_float = noises
@@ -698,7 +698,7 @@ def _choose_resized_outputs(
 
 
 def _choose_additions(
-    graph_plan: GraphPlan, samples: Samples, options: Options, memory_budget: int | None
+    graph_plan: GraphPlan, noise_of: "_PlanNoise", options: Options
 ) -> tuple[GraphPlan, tuple[str, ...]]:
     """Keep additions behind float layers, and Concat nodes behind a Resize, in float if they add much noise."""
     float_plan = graph_plan.with_float_additions()
@@ -709,7 +709,7 @@ def _choose_additions(
     if not options.is_measured:
         return graph_plan, ()
     with running("choosing additions"):
-        noises = _mean_noises("additions were not compared", (graph_plan, float_plan), samples, memory_budget)
+        noises = noise_of.means("additions were not compared", graph_plan, float_plan)
         if noises is None:
             return graph_plan, ()
         quantized, in_float = noises
@@ -730,7 +730,8 @@ def _fit_scales(
         changed = with_fitted_scales(graph_plan, samples.fitted, memory_budget)
         if changed is graph_plan:
             return graph_plan, ()
-        noises = _mean_noises("group scales were not fitted", (graph_plan, changed), samples, memory_budget)
+        noise_of = _PlanNoise(samples.evaluated, memory_budget)
+        noises = noise_of.means("group scales were not fitted", graph_plan, changed)
         if noises is None:
             return graph_plan, ()
         before, after = noises
@@ -741,21 +742,28 @@ def _fit_scales(
         return changed, (f"fitted the scales of groups: {-change:.0f}% less noise at the outputs",)
 
 
-def _mean_noises(
-    consequence: str, plans: tuple[GraphPlan, GraphPlan], samples: Samples, memory_budget: int | None
-) -> tuple[float, float] | None:
-    """Measure the mean noise at the outputs of two plans, with min-max ranges and fixed scales.
+class _PlanNoise:
+    """Mean noise at the outputs of plans, with min-max ranges and fixed scales; each plan is measured once."""
 
-    If it cannot be measured, log the ``consequence`` and return None.
-    """
-    try:
-        first, second = (
-            fmean(_min_max_noise(plan.with_fixed_inputs(), samples.evaluated, memory_budget)) for plan in plans
-        )
-    except NotCalibratedError as error:
-        _log.info("%s, because the noise at the outputs cannot be measured: %s", consequence, error)
-        return None
-    return first, second
+    def __init__(self, samples: Sequence[Feed], memory_budget: int | None) -> None:
+        self._samples, self._memory_budget = samples, memory_budget
+        self._noises: list[tuple[GraphPlan, float]] = []
+
+    def means(self, consequence: str, first: GraphPlan, second: GraphPlan) -> tuple[float, float] | None:
+        """Measure two plans; if that is not possible, log the ``consequence`` and return None."""
+        try:
+            return self._mean(first), self._mean(second)
+        except NotCalibratedError as error:
+            _log.info("%s, because the noise at the outputs cannot be measured: %s", consequence, error)
+            return None
+
+    def _mean(self, graph_plan: GraphPlan) -> float:
+        known = (noise for measured, noise in self._noises if measured is graph_plan)
+        noise = next(known, None)
+        if noise is None:
+            noise = fmean(_min_max_noise(graph_plan.with_fixed_inputs(), self._samples, self._memory_budget))
+            self._noises.append((graph_plan, noise))
+        return noise
 
 
 def _min_max_noises(

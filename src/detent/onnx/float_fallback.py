@@ -200,7 +200,7 @@ class NoiseByLayer:
         """
         order = [i for i in self._by_noise if i < len(params)]
         flags = [_flag(tensor) for tensor in self._owners]
-        for ratios in self._measured(self._weights, flags, [params[i] for i in order], order):
+        for ratios in self._measured(self._weights, flags, [params[i] for i in order], order, has_all=True):
             yield sum(ratios)
 
     def _measured(
@@ -209,10 +209,13 @@ class NoiseByLayer:
         flags: Sequence[str],
         params: Sequence[Mapping[str, QuantParams]],
         samples: Sequence[int],
+        *,
+        has_all: bool = False,
     ) -> Iterator[list[float]]:
         """Yield the noise of each output, sample by sample, with some weights and some Q/DQ pairs quantized.
 
-        ``params`` has new parameters of tensors, one dict per sample; samples may share a dict.
+        ``params`` has new parameters of tensors, one dict per sample; samples may share a dict. With ``has_all``, all
+        weights and pairs are quantized, and runs are faster.
         """
         by_flag: dict[int, dict[str, QuantParams]] = {}  # by identity: many samples share their parameters
         for one in params:
@@ -222,13 +225,17 @@ class NoiseByLayer:
             by_flag = {key: {**self._new_params, **each} for key, each in by_flag.items()}
             specs = {name: line.weight for name, line in lines.items() if line.weight is not None}
             each_params = [by_flag[id(one)] for one in params]
-            for i, noises in zip(samples, self._remote.run(specs, flags, each_params, samples), strict=True):
+            for i, noises in zip(samples, self._remote.run(specs, flags, each_params, samples, has_all), strict=True):
                 yield self._references.relative(i, dict(enumerate(noises)))
             return
         weights = {name: self._rounded_weight(name, line) for name, line in lines.items()}
         prepared = {key: self._model.prepared(each) for key, each in by_flag.items()}
         for i, one in zip(samples, params, strict=True):
-            outputs = self._model.run(self._outputs, self._samples[i], weights, flags, prepared[id(one)])
+            feed, stored = self._samples[i], prepared[id(one)]
+            if has_all:
+                outputs = self._model.run_quantized(self._outputs, feed, weights, stored)
+            else:
+                outputs = self._model.run(self._outputs, feed, weights, flags, stored)
             yield self._references.noise(i, outputs)
 
     def noise(self, layers: Iterable[str], samples: int | None = None) -> float:

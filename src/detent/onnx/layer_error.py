@@ -49,6 +49,7 @@ Array = NDArray[Any]
 
 Feed = dict[str, Array]
 PART_ROWS = 512  # rows of a matrix on which errors are measured
+MAX_CONSTANT_BYTES = 1 << 26  # weights of a model that gets a second session
 PART_POINTS, BLOCK_SIDE = 64 * 64, 8  # pixels of an image on which errors are measured, and the side of their blocks
 
 
@@ -242,7 +243,8 @@ class SwitchableModel:
     Weights are inputs of the session, so each call of ``run`` can replace them. ``weights`` maps a label for each
     weight to the layers that share the weight. Each Q/DQ pair of an activation has a switch, and saturates as in a
     quantized file. Scales and zero points of activations are inputs too, except if the pair has a Clip, whose bounds
-    depend on them.
+    depend on them. ``run_quantized`` is faster than ``run`` if all pairs are turned on: it has a second session, with
+    constant weights and without switches.
     """
 
     def __init__(
@@ -253,32 +255,50 @@ class SwitchableModel:
         target: Target,
         threads: int = 0,
     ) -> None:
+        self._source, self._labels, self._switches = model, weights, switches
+        self._target, self._threads = target, threads
+        self.weights: dict[str, Array] = {}
+        self._params: dict[str, Array] = {}  # scales and zero points, by input name
         copy = copied(model)
         graph = Graph(copy)
-        nodes = {graph.node_name(node): node for node in graph.nodes}
         layers = {layer.name: layer for layer in layers_of(graph)}
-        self.weights: dict[str, Array] = {}
         for label, names in weights.items():
             for name in names:
                 self.weights.setdefault(label, graph.array(layers[name].weight))
                 layers[name].set_weight(graph, _weight_input(label))
             kind, shape = TensorProto.FLOAT, self.weights[label].shape
             copy.graph.input.append(helper.make_tensor_value_info(_weight_input(label), kind, shape))
-        self._target = target
-        self._params: dict[str, Array] = {}  # scales and zero points, by input name
         for switch in switches:
-            readers = [nodes[name] for name in switch.readers] or list(graph.consumers(switch.tensor))
-            qparams = self._qparams(switch.params)
-            inputs = None if needs_clip(qparams) else _param_inputs(switch.flag)
-            _insert_switch(graph, switch, readers, qparams, inputs)
             copy.graph.input.append(helper.make_tensor_value_info(switch.flag, TensorProto.BOOL, []))
-            if inputs is not None:
+            qparams = self._qparams(switch.params)
+            if not needs_clip(qparams):
                 self._params |= _stored(switch.flag, qparams)
-                kinds = zip(inputs, (TensorProto.FLOAT, qparams.kind), strict=True)
-                copy.graph.input.extend(helper.make_tensor_value_info(name, kind, []) for name, kind in kinds)
-        graph.drop_unread()
+        self._insert_pairs(graph, is_switched=True)
         self._off = {switch.flag: np.array(False) for switch in switches}
         self._session = make_session(graph.finish(), threads=threads)
+        self._constants: dict[str, Array] = {}  # weights of the second session, by label
+        self._quantized: ort.InferenceSession | None = None  # the second session
+
+    def _insert_pairs(self, graph: Graph, *, is_switched: bool) -> None:
+        """Insert the Q/DQ pairs, and inputs for their parameters."""
+        nodes = {graph.node_name(node): node for node in graph.nodes}
+        writer = QdqWriter(graph)
+        for switch in self._switches:
+            readers = [nodes[name] for name in switch.readers] or list(graph.consumers(switch.tensor))
+            qparams, stem = self._qparams(switch.params), switch.flag
+            inputs = None if needs_clip(qparams) else _param_inputs(stem)
+            pair = writer.pair(switch.tensor, stem, inputs or writer.parameters(stem, qparams), qparams)
+            if is_switched:
+                node, result = writer.switch(stem, pair.nodes, pair.dequantized, switch.tensor)
+                inserted = [node]
+            else:
+                inserted, result = list(pair.nodes), pair.dequantized
+            graph.redirect(switch.tensor, result, readers)
+            graph.insert(inserted)
+            if inputs is not None:
+                kinds = zip(inputs, (TensorProto.FLOAT, qparams.kind), strict=True)
+                graph.model.graph.input.extend(helper.make_tensor_value_info(name, kind, []) for name, kind in kinds)
+        graph.drop_unread()
 
     def _qparams(self, params: QuantParams) -> QdqParams:
         return QdqParams.of(params, self._target.activation_container(params.spec.format), 0)
@@ -319,6 +339,37 @@ class SwitchableModel:
             outputs: list[Array] = self._session.run(names, {**feed, **arrays, **stored, **self._off, **on})
         return outputs
 
+    def run_quantized(
+        self, names: Sequence[str], feed: Feed, weights: Mapping[str, Array], params: Mapping[str, Array]
+    ) -> list[Array]:
+        """Compute outputs with all Q/DQ pairs turned on, up to rounding errors of float kernels; see ``run``.
+
+        The same objects should be passed as ``weights`` again and again: other weights take a new session. A large
+        model needs too much memory for a second session, so it uses ``run``.
+        """
+        if not names:
+            return []
+        used = {**self.weights, **weights}
+        if sum(array.nbytes for array in used.values()) > MAX_CONSTANT_BYTES:
+            return self.run(names, feed, weights, self._off, params)
+        if self._quantized is None or any(self._constants[label] is not array for label, array in used.items()):
+            self._quantized, self._constants = self._with_constants(used), used
+        with ort_errors():
+            outputs: list[Array] = self._quantized.run(names, {**feed, **self._params, **params})
+        return outputs
+
+    def _with_constants(self, weights: Mapping[str, Array]) -> ort.InferenceSession:
+        """Make a session with constant weights and without switches."""
+        graph = Graph(copied(self._source))
+        layers = {layer.name: layer for layer in layers_of(graph)}
+        for label, names in self._labels.items():
+            constant = graph.add_constant(_weight_input(label), weights[label])
+            for name in names:
+                layers[name].set_weight(graph, constant)
+        self._insert_pairs(graph, is_switched=False)
+        # Without this setting, ONNX Runtime would replace some nodes between Q/DQ pairs by integer kernels.
+        return make_session(graph.finish(), threads=self._threads, config={"session.disable_quant_qdq": "1"})
+
 
 def _weight_input(label: str) -> str:
     return f"{label}//weight"
@@ -333,17 +384,3 @@ def _stored(flag: str, qparams: QdqParams) -> dict[str, Array]:
     scale, zero_point = _param_inputs(flag)
     kind = helper.tensor_dtype_to_np_dtype(qparams.kind)
     return {scale: qparams.scale, zero_point: np.asarray(qparams.zero_point).astype(kind)}
-
-
-def _insert_switch(
-    graph: Graph, switch: Switch, readers: list[NodeProto], qparams: QdqParams, names: tuple[str, str] | None
-) -> None:
-    """Make some nodes read a tensor through a Q/DQ pair if the switch's flag is set.
-
-    ``names`` are the inputs with scale and zero point; None if these are constants.
-    """
-    writer, stem = QdqWriter(graph), switch.flag
-    pair = writer.pair(switch.tensor, stem, names or writer.parameters(stem, qparams), qparams)
-    node, chosen = writer.switch(switch.flag, pair.nodes, pair.dequantized, switch.tensor)
-    graph.redirect(switch.tensor, chosen, readers)
-    graph.insert([node])

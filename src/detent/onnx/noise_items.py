@@ -49,6 +49,7 @@ class _NoiseItem(NamedTuple):
         flags: Q/DQ pairs that are turned on.
         params: parameters of pairs that differ from the setup; one tuple per set of parameters.
         samples: numbers of samples, and the index of each sample's set in ``params``.
+        has_all: whether all weights and pairs are quantized.
     """
 
     setup: FileStamp
@@ -57,6 +58,7 @@ class _NoiseItem(NamedTuple):
     flags: tuple[str, ...]
     params: tuple[tuple[_Pair, ...], ...]
     samples: tuple[tuple[int, int], ...]
+    has_all: bool
 
 
 class RemoteNoise:
@@ -92,6 +94,7 @@ class RemoteNoise:
         flags: Sequence[str],
         params: Sequence[Mapping[str, QuantParams]],
         samples: Sequence[int],
+        has_all: bool,
     ) -> Iterator[list[float | None]]:
         """Yield the noise of each output, sample by sample; None for an output whose shape or type differs.
 
@@ -100,6 +103,7 @@ class RemoteNoise:
             flags: Q/DQ pairs that are turned on.
             params: for each sample, new parameters of Q/DQ pairs, by flag. Samples may share a dict.
             samples: numbers of the samples.
+            has_all: whether all weights and pairs are quantized; runs are faster then.
         """
         specs = list(dict.fromkeys(weights.values()))
         sets = {id(each): each for each in params}
@@ -114,6 +118,7 @@ class RemoteNoise:
                 tuple(flags),
                 tables,
                 tuple((samples[i], places[id(params[i])]) for i in part),
+                has_all,
             )
             for part in ranges(len(samples), size)
         ]
@@ -184,6 +189,9 @@ def _measure(item: _NoiseItem) -> list[list[float | None]]:
     noises = []
     for sample, place in item.samples:
         feed = read_arrays(state.samples[sample])
-        outputs = state.model.run(state.outputs, feed, weights, item.flags, prepared[place])
+        if item.has_all:
+            outputs = state.model.run_quantized(state.outputs, feed, weights, prepared[place])
+        else:
+            outputs = state.model.run(state.outputs, feed, weights, item.flags, prepared[place])
         noises.append([output_noise(old, new) for old, new in zip(state.reference(sample), outputs, strict=True)])
     return noises
