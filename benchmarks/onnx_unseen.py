@@ -47,9 +47,8 @@ def import_seconds(tool: str) -> float:
     """Return the CPU time of a new process that imports all modules of a tool."""
     modules = UNSEEN_TOOLS[tool].modules
     code = f"import importlib, time; [importlib.import_module(each) for each in {modules}]; print(time.process_time())"
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False) for _ in range(3)]
-    times = [float(run.stdout.split()[-1]) for run in runs if run.returncode == 0]
-    return round(min(times, default=0.0), 2)
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    return round(min(float(run.stdout.split()[-1]) for run in runs), 2)
 
 
 def quantize(model: str, tool: str, limit: float) -> dict:
@@ -90,7 +89,7 @@ def measure_model(name: str, arguments: argparse.Namespace, start: float) -> Non
         return
     for tool in chosen:
         rows[tool] = {"model": name, "tool": tool} | quantize(name, tool, arguments.limit)
-        cost = rows[tool].get("failed") or f"{rows[tool]['cpu_seconds']:.1f} s of CPU time"
+        cost = rows[tool].get("failed") or f"{rows[tool]['cpu_seconds']:.1f} s of CPU time without imports"
         log(start, f"{name}, {tool}: {cost}")
         save_json({"model": name} | details | {"rows": list(rows.values())}, FILES / f"{name}.json")
     log(start, f"{name}, evaluating")

@@ -8,15 +8,17 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from page import placed, table_row
-from unseen_goals import OURS, Comparison, compare, summary
+from unseen_goals import MAX_COST, OTHERS, OURS, Comparison, compare, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "onnx-benchmark.md"
 RESULTS = ROOT / "benchmarks" / "results"
 RESULT, FRESH = RESULTS / "onnx_unseen.json", RESULTS / "onnx_fresh.json"
 STABILITY, LARGE = RESULTS / "onnx_stability.json", RESULTS / "onnx_large.json"
+BASELINE = OTHERS[OURS[0]][0]
 MIN_DROP_DB = 0.05  # smaller drops are 0.0 in the table
 HEAD = ("model", "SQNR in dB", "best other", "agreement", "best other", "time", "ORT", "size", "best other", "not met")
 
@@ -131,7 +133,22 @@ def _summary(models: dict[str, dict[str, dict]]) -> str:
         f"- The default target is faster than float on {sum(time < 1 for time in times)} of {len(times)} models."
     )
     lines.append(f"- `dt.verify` accepts {sum(verified)} of {len(verified)} files.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_cost_without_imports(models)])
+
+
+def _cost_without_imports(models: dict[str, dict[str, dict]]) -> list[str]:
+    """Compare the CPU time to quantize without that of imports; [] for results in which the two are not separate."""
+    pairs = [(rows[OURS[0]], rows[BASELINE]) for rows in models.values() if OURS[0] in rows and BASELINE in rows]
+    pairs = [pair for pair in pairs if all("import_cpu_seconds" in row for row in pair)]
+    if not pairs:
+        return []
+    ratios = [ours["cpu_seconds"] / other["cpu_seconds"] for ours, other in pairs]
+    slow = [ours["cpu_seconds"] for (ours, _), ratio in zip(pairs, ratios, strict=True) if ratio > MAX_COST]
+    most = f" These take at most {max(slow):.0f} s." if slow else ""
+    return [
+        f"- Without imports, detent needs {median(ratios):.1f} times the CPU time of ONNX Runtime's MinMax (median), "
+        f"and over {MAX_COST:g} times on {len(slow)} of {len(pairs)} models.{most}"
+    ]
 
 
 def committed() -> list[dict | None]:

@@ -31,7 +31,8 @@ class Comparison:
 
     Attributes:
         row: results of detent's file.
-        best: best values of the other tools: sqnr_db, agreement, size_ratio, time (ONNX Runtime), cpu_seconds.
+        best: best values of the other tools: sqnr_db, agreement, size_ratio, time (ONNX Runtime), cpu_seconds; and
+            has_imports, whether cpu_seconds includes all imports.
         failures: a short reason for each goal that is not met.
     """
 
@@ -62,6 +63,7 @@ def _compare(row: dict, rows: Mapping[str, dict], others: Iterable[str]) -> Comp
         "size_ratio": min((each["size_ratio"] for each in working.values()), default=None),
         "time": min((each["cpu_1"]["ratio"] for each in runtime), default=None),
         "cpu_seconds": next((total_cpu_seconds(each) for name, each in working.items() if "MinMax" in name), None),
+        "has_imports": any("import_cpu_seconds" in each for name, each in working.items() if "MinMax" in name),
     }
     if "cpu_1" not in row:
         return Comparison(row, best, (f"failed: {row.get('failed', 'not evaluated')}",))
@@ -103,7 +105,8 @@ def _costs(row: dict, best: dict) -> list[str]:
 
 
 def _cost(row: dict, best: dict, limit: float, what: str) -> list[str]:
-    if best["cpu_seconds"] is None or row.get("cpu_seconds", 0) < MIN_COST_SECONDS:
+    is_comparable = best["has_imports"] == ("import_cpu_seconds" in row)
+    if best["cpu_seconds"] is None or not is_comparable or row.get("cpu_seconds", 0) < MIN_COST_SECONDS:
         return []
     cost = total_cpu_seconds(row) / best["cpu_seconds"]
     return [f"{cost:.1f}x the CPU time {what}"] if cost > limit else []

@@ -47,7 +47,7 @@ def rounded_factors(factors: NDArray[Any], lowest: float | np.float32, highest: 
     [0.001007080078125, 0.69921875, 1.0]
     """
     limits = np.array([lowest, highest], np.float32)
-    limited = np.clip(factors.astype(np.float32), *limits)
+    limited = np.clip(factors, *limits).astype(np.float32)
     # The bits of positive floats have the same order as the floats; a bfloat16 number ends with 16 zeros.
     first, last = ((limits.view(np.uint32) + np.array([0xFFFF, 0], np.uint32)) & np.uint32(0xFFFF0000)).view(np.float32)
     rounded: NDArray[Any] = np.clip(limited.astype(ml_dtypes.bfloat16).astype(np.float32), first, last)

@@ -350,3 +350,17 @@ def test_recurrent_layers_and_loops_count_one_multiplication_per_weight_and_step
     feed = {"x": np.zeros((5, 7, 4), np.float32)}
     assert recurrent_multiplications(graph, feed) == (12 * 4 + 12 * 3) * 7
     assert recurrent_multiplications(Graph(conv_chain()), feed) == 0
+
+
+@pytest.mark.parametrize("is_data", [True, False])
+def test_a_layer_that_gives_a_resize_only_its_shape_is_not_before_the_resize(is_data):
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 64, name="first")])
+    t = m.add("Relu", [m.conv(t, 64, 64, name="second")])
+    y = m.conv(t, 64, 1, 1, name="last")
+    sides = m.add("Slice", [m.add("Shape", [y]), *(m.constant(np.int64([each])) for each in (2, 4, 0))])
+    sizes = m.add("Concat", [m.constant(np.int64([1, 1 if is_data else 8])), sides], axis=0)
+    resized_output = m.add("Resize", [y if is_data else "x", "", "", sizes], mode="linear")
+    model = m.model([("x", [1, 8, 8, 8])], [m.add("Sigmoid", [y]), resized_output])
+    decisions, _ = decided(model, images(2, batch=1), effort="fast")
+    assert layer_named(decisions, "last").is_quantized == is_data

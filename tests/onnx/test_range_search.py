@@ -13,7 +13,7 @@ from detent.onnx.calibration import choose_params
 from detent.onnx.float_fallback import NoiseByLayer
 from detent.onnx.pass_errors import listening
 from detent.onnx.pipeline import output_sqnr
-from detent.onnx.range_search import MIN_RACED, SampleBounds, search_ranges
+from detent.onnx.range_search import MIN_RUNS, SampleBounds, search_ranges
 
 
 def peaks(pooled):
@@ -159,7 +159,7 @@ def test_clipping_that_has_not_lowered_the_noise_after_a_few_runs_is_given_up():
     search.noise.noises_by_sample.side_effect = measure
     assert search.run().clipped == search.changed
     assert full > clipped
-    assert measured.count(MIN_RACED) >= 2, "each half of the clipped groups"
+    assert measured.count(MIN_RUNS) >= 2, "each half of the clipped groups"
 
 
 def test_less_noise_of_narrow_ranges_clips_all_tensors():

@@ -8,7 +8,7 @@ choosing samples        the samples on which the following passes run the model 
 equalization            factors between convolutions (``equalization``)
 SmoothQuant             factors between channels of matmul inputs and weights (``smoothquant``)
 choosing last layers    whether small last layers at a Resize stay in float (``fast_kernels``)
-choosing additions      whether Add and Concat nodes that also read float tensors stay in float (``placement``)
+choosing joins          whether Add and Concat nodes that also read float tensors stay in float (``placement``)
 fitting group scales    scales of weight-only matmuls with groups (``group_scales``)
 calibration             nothing; it observes the ranges of activations (``calibration``)
 choosing ranges         which activations may be clipped (``calibration``)
@@ -23,8 +23,8 @@ A pass that changes the model is kept only if it lowers the noise at the outputs
 the pass was not fitted. Equalization and SmoothQuant must remove a fifth of the noise. If the SQNR is above 30 dB
 without them, they must remove half of it, or a smaller share with a confidence of 95 %: a small gain that varies from
 sample to sample may be a loss on others.
-If layers are skipped, the choices before calibration, and the margin of ranges, are those of the model with all layers
-quantized. Otherwise, skipping one more layer could change them: in an Xception, this cost 1.5 dB.
+If layers are skipped, the factors of equalization and SmoothQuant, and the margin of ranges, are those of the model
+with all layers quantized. Otherwise, skipping one more layer could change them: in an Xception, this cost 1.5 dB.
 ``effort`` says how much is measured: "fast" measures nothing at the outputs, "best" uses more samples of large models.
 """
 
@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from detent.checks import as_integer
-from detent.errors import NOTHING_QUANTIZED, NotCalibratedError, SpecError, UnsupportedError
+from detent.errors import NOTHING_QUANTIZED, NotCalibratedError, RangeError, SpecError, UnsupportedError
 from detent.metrics import one_sided_95
 from detent.model_metric import MetricResult
 from detent.onnx import equalization, smoothquant
@@ -111,12 +111,13 @@ MARGIN_RUNS = 14.0  # the same for the margin of the model with all layers quant
 MIN_SECONDS_ANNOUNCED = 5.0
 MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits on what a message lists
 MAX_CHANGED_NOISE = 0.8  # noise after equalization or SmoothQuant, relative to the noise before (1 dB)
-MAX_ADDITION_NOISE = 1.2  # noise with quantized additions or last outputs, relative to the same in float (0.8 dB)
+MAX_FASTER_NOISE = 1.2  # noise with quantized joins or last outputs, relative to the same in float (0.8 dB)
 MAX_FITTED_NOISE = 0.95  # the same limit for scales of groups that fit the data
 MAX_CHANGED_NOISE_SAFE = 0.5  # the same limit if the SQNR is above 30 dB (3 dB)
 MIN_PAIRED_SAMPLES = 8  # on at least as many samples, noise before and after is also compared sample by sample
 MAX_PAIRED_NOISE = 0.95  # the limit of that comparison: upper end of the confidence interval of the mean ratio
 MAX_CLIPPED_NOISE = 0.5  # if noise is measured only at single layers, clipping must remove half of it
+UNQUANTIZABLE = (NotCalibratedError, RangeError, UnsupportedError)  # errors of layers that cannot be quantized
 FALLBACK_REASON = "float fallback: quantizing this layer would cause much of the output noise"
 
 
@@ -244,7 +245,6 @@ def decide_with_data(
     """
     with running("choosing kernels"):
         variants = _Variants.of(graph_plan, batches, options.prefer)
-        whole = variants if unskipped is None else _Variants.of(unskipped, batches, options.prefer)
     graph_plan, work = variants.in_float, variants.work
     reject_empty(graph_plan)
     groups = _tensor_groups(graph_plan, batches, run)  # fails early if the budget is too small
@@ -255,22 +255,21 @@ def decide_with_data(
         per_sample = total * samples_in(chosen[0]) / samples_in(batches.check_first())
         samples = EFFORTS[options.effort].samples(chosen, per_sample)
         _announce_time(graph_plan.model, batches, chosen, per_sample, options.effort, is_skipped=unskipped is not None)
-    all_changes = _changes(whole, samples, options, run)
-    changes = all_changes if unskipped is None else variants.like(all_changes)
+    changes = _early_changes(variants, unskipped, batches, samples, options, run)
     graph_plan = changes.plan
     if groups is not None and observed_tensors(graph_plan) != [name for group in groups for name in group]:
         groups = _tensor_groups(graph_plan, batches, run)  # other tensors are observed now
     with running("calibration"):
+        progress = True if run.progress is None else run.progress
         calibration = calibrate_groups(
-            *(graph_plan, batches, groups, options.observer, True if run.progress is None else run.progress),
-            *(run.resume_file, chosen, run.workspace, survey),
+            graph_plan, batches, groups, options.observer, progress, run.resume_file, chosen, run.workspace, survey
         )
     if graph_plan.own_range_layers:
         with running("calibration of subgraphs"):
             graph_plan = _with_own_ranges(graph_plan, batches, chosen, run.workspace)
     graph_plan, fitted = _fit_scales(graph_plan, samples, options, run.memory_budget)
     isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
-    find = partial(_unskipped_margin, unskipped and all_changes.plan, batches, chosen, samples, run)
+    find = partial(_unskipped_margin, unskipped, graph_plan, batches, chosen, samples, options, run)
     choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run, find)
     facts = replace(facts, data=calibration.fingerprint, equalized=changes.equalized, smoothed=changes.smoothed)
     assembly = _Assembly(facts, calibration, choice.ranges)
@@ -308,23 +307,8 @@ class _Variants(NamedTuple):
 
         return cls(variant(resized_outputs=False), variant(resized_outputs=True), work)
 
-    def like(self, changes: "_Changes") -> "_Changes":
-        """Make the changes of a plan that quantizes more layers.
 
-        Factors of tensors that no quantized layer reads are left out.
-        """
-        graph_plan = self.quantized if changes.plan.resized_outputs else self.in_float
-        graph_plan = graph_plan.with_float_additions() if changes.plan.float_additions else graph_plan
-        names = {line.name for line in graph_plan.quantized}
-        equalized = tuple(each for each in changes.equalized if names & set(each.readers))
-        smoothed = tuple(each for each in changes.smoothed if names & set(each.layers))
-        if equalized or smoothed:
-            model = equalization.apply(copied(graph_plan.model), equalized)
-            graph_plan = graph_plan.with_model(smoothquant.apply(model, smoothed))
-        return _Changes(graph_plan, equalized, smoothed, changes.choices)
-
-
-class _Changes(NamedTuple):
+class _EarlyChanges(NamedTuple):
     """The choices before calibration: a plan of the changed model, the factors, and what else was chosen, as text."""
 
     plan: GraphPlan
@@ -337,12 +321,60 @@ class _Changes(NamedTuple):
         return (*map(str, self.equalized), *map(str, self.smoothed), *self.choices)
 
 
-def _changes(variants: _Variants, samples: Samples, options: Options, run: RunOptions) -> _Changes:
-    graph_plan, equalized, smoothed = _equalize_and_smooth(variants.in_float, samples, options, run)
+def _early_changes(
+    variants: _Variants,
+    unskipped: GraphPlan | None,
+    batches: Batches,
+    samples: Samples,
+    options: Options,
+    run: RunOptions,
+) -> _EarlyChanges:
+    """Choose factors, last layers and additions; ``unskipped`` is the plan without skipped layers, if there are any."""
+    factors = None
+    if unskipped is not None:
+        factors = _unskipped_factors(unskipped, variants.quantized, batches, samples, options, run)
+    if factors is None:
+        changed, equalized, smoothed = _equalize_and_smooth(variants.quantized, samples, options, run)
+        model = changed.model
+    else:
+        equalized, smoothed = factors
+        model = variants.quantized.model
+        if equalized or smoothed:
+            model = smoothquant.apply(equalization.apply(copied(model), equalized), smoothed)
     noise_of = _PlanNoise(samples.evaluated, run.memory_budget)
-    graph_plan, last = _choose_resized_outputs(graph_plan, variants.quantized, noise_of, options)
-    graph_plan, additions = _choose_additions(graph_plan, noise_of, options)
-    return _Changes(graph_plan, equalized, smoothed, (*last, *additions))
+    in_float, quantized = variants.in_float.with_model(model), variants.quantized.with_model(model)
+    graph_plan, last = _choose_resized_outputs(in_float, quantized, noise_of, options)
+    graph_plan, joins = _choose_joins(graph_plan, noise_of, options)
+    return _EarlyChanges(graph_plan, equalized, smoothed, (*last, *joins))
+
+
+def _unskipped_factors(
+    unskipped: GraphPlan,
+    graph_plan: GraphPlan,
+    batches: Batches,
+    samples: Samples,
+    options: Options,
+    run: RunOptions,
+) -> tuple[tuple[Equalized, ...], tuple[Smoothed, ...]] | None:
+    """Choose factors for the plan without skipped layers; return those that matter to ``graph_plan``.
+
+    Factors of tensors that no quantized layer reads are left out. The result is None if the skipped layers cannot be
+    quantized, for example because a weight is not finite.
+    """
+    try:
+        whole = _Variants.of(unskipped, batches, options.prefer).quantized
+        _, equalized, smoothed = _equalize_and_smooth(whole, samples, options, run)
+    except UNQUANTIZABLE as error:
+        _log.info("factors were chosen for the remaining layers: %s", error)
+        return None
+    names = {line.name for line in graph_plan.quantized}
+    # Factors that are folded into a normalization change the weights of all layers that read its output.
+    smoothed = tuple(
+        each if each.folded else replace(each, layers=tuple(name for name in each.layers if name in names))
+        for each in smoothed
+        if names & set(each.layers)
+    )
+    return tuple(each for each in equalized if names & set(each.readers)), smoothed
 
 
 def _survey(
@@ -590,17 +622,24 @@ def _fixed_groups(noise: NoiseByLayer, graph_plan: GraphPlan, placements: Sequen
 
 def _unskipped_margin(
     unskipped: GraphPlan | None,
+    skipped: GraphPlan,
     batches: Batches,
     chosen: tuple[Feed, ...],
     samples: Samples,
+    options: Options,
     run: RunOptions,
 ) -> float | None:
-    """Search the margin of ranges for the plan without skipped layers; return None if it is not searched."""
+    """Search the margin of ranges for the plan without skipped layers; return None if it is not searched.
+
+    ``skipped`` is the plan with skipped layers, whose changed model is used.
+    """
     if unskipped is None or len(samples.every) < MIN_RANGE_SAMPLES:
         return None
-    graph_plan = unskipped.with_fixed_inputs()
-    groups = None if run.memory_budget is None else tensor_groups(graph_plan, batches, run.memory_budget)
     try:
+        graph_plan = unskipped.with_model(skipped.model).with_fixed_inputs()
+        graph_plan = graph_plan.with_resized_outputs(resized_outputs=skipped.resized_outputs)
+        graph_plan = with_last_layers(graph_plan, multiplications(graph_plan, batches.check_first()), options.prefer)
+        groups = None if run.memory_budget is None else tensor_groups(graph_plan, batches, run.memory_budget)
         with running("calibration of all layers"):
             calibration = calibrate_groups(graph_plan, batches, groups, "minmax", False, None, chosen, run.workspace)
         with running("searching ranges of all layers"):
@@ -612,7 +651,7 @@ def _unskipped_margin(
                 noise, graph_plan, placements, calibration, none, samples, run.memory_budget, None
             )
             return ranges.margin if ranges.is_searched else None
-    except NotCalibratedError as error:
+    except UNQUANTIZABLE as error:
         _log.info("the margin of ranges was searched for the remaining layers: %s", error)
         return None
 
@@ -679,9 +718,9 @@ def _choose_resized_outputs(
 ) -> tuple[GraphPlan, tuple[str, ...]]:
     """Choose between two plans: small last layers before or after a Resize are in float, or have a quantized output.
 
-    ``with_outputs`` is faster. It is rejected if it adds much noise at the outputs, unless the noise stays negligible.
+    Both are plans of the same model. ``with_outputs`` is faster. It is rejected if it adds much noise at the outputs,
+    unless the noise stays negligible.
     """
-    with_outputs = with_outputs.with_model(graph_plan.model)
     if graph_plan.placements() == with_outputs.placements():
         return graph_plan, ()
     if not options.is_measured:
@@ -691,29 +730,27 @@ def _choose_resized_outputs(
         if noises is None:
             return graph_plan, ()
         quantized, in_float = noises
-        if quantized <= max(MAX_ADDITION_NOISE * in_float, NEGLIGIBLE_NOISE):
+        if quantized <= max(MAX_FASTER_NOISE * in_float, NEGLIGIBLE_NOISE):
             return with_outputs, ()
         change = -_percent(quantized, in_float)
         return graph_plan, (f"kept last layers at a Resize in float: {change:.0f}% less noise at the outputs",)
 
 
-def _choose_additions(
-    graph_plan: GraphPlan, noise_of: "_PlanNoise", options: Options
-) -> tuple[GraphPlan, tuple[str, ...]]:
+def _choose_joins(graph_plan: GraphPlan, noise_of: "_PlanNoise", options: Options) -> tuple[GraphPlan, tuple[str, ...]]:
     """Keep additions behind float layers, and Concat nodes behind a Resize, in float if they add much noise."""
-    float_plan = graph_plan.with_float_additions()
+    float_plan = graph_plan.with_float_joins()
     if options.prefer == "speed" or graph_plan.placements() == float_plan.placements():
         return graph_plan, ()
     if options.prefer == "accuracy":
         return float_plan, ()
     if not options.is_measured:
         return graph_plan, ()
-    with running("choosing additions"):
-        noises = noise_of.means("additions were not compared", graph_plan, float_plan)
+    with running("choosing joins"):
+        noises = noise_of.means("Add and Concat nodes were not compared", graph_plan, float_plan)
         if noises is None:
             return graph_plan, ()
         quantized, in_float = noises
-        if quantized <= MAX_ADDITION_NOISE * in_float:
+        if quantized <= MAX_FASTER_NOISE * in_float:
             return graph_plan, ()
         change = -_percent(quantized, in_float)
         kept = "kept additions behind float layers and Concat nodes behind a Resize in float"

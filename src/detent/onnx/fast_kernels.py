@@ -7,7 +7,7 @@ Three choices depend on the data, and are made here:
   dequantize its weight in every run. A small layer is kept in float. A large layer gets a quantized output. So does a
   small layer before or after a Resize that interpolates, if the noise allows it (``accuracy_passes``): behind a float
   layer, ONNX Runtime resizes tensors in NCHW order, or padded to 16 channels, instead of NHWC order. In four networks
-  for segmentation, quantized outputs removed 6 to 28 % of the time of the file, and cost up to 3.5 of 48 dB.
+  for segmentation, quantized outputs removed 6 to 28 % of the time of the file, and up to 3.5 dB of 48 dB.
 - **Weights of float layers.** ONNX Runtime has no integer kernel for ConvTranspose. Its weight is stored as codes for
   the size of the file, and dequantized in every run. If that would take too much time, the weight is kept in float.
 - **Bits of weights.** Kernels that are fast on every CPU need weights of 7 bits (see ``targets``). Kernels for 8 bits
@@ -122,19 +122,28 @@ def _resized_layers(plan: GraphPlan) -> set[str]:
     layers = {id(plan.layers_by_name[line.name].node): line.name for line in plan.quantized}
     resized = set[str]()
     for start in filter(interpolates, graph.nodes):
-        resized |= _first_layers(layers, start, lambda node: [*map(graph.producer, reads(node))])
-        resized |= _first_layers(layers, start, lambda node: [each for x in node.output for each in graph.consumers(x)])
+        source = graph.producer(start.input[0])
+        resized |= _first_layers(layers, [source], lambda node: [*map(graph.producer, reads(node))])
+        readers = graph.consumers(start.output[0])
+        resized |= _first_layers(
+            layers, readers, lambda node: [each for x in node.output for each in graph.consumers(x)]
+        )
     return resized
 
 
 def _first_layers(
-    layers: Mapping[int, str], start: NodeProto, neighbors: Callable[[NodeProto], Sequence[NodeProto | None]]
+    layers: Mapping[int, str],
+    start: Sequence[NodeProto | None],
+    neighbors: Callable[[NodeProto], Sequence[NodeProto | None]],
 ) -> set[str]:
-    """Follow nodes from ``start`` to the first layers and return them; ``layers`` has their names by id of the node."""
-    first, seen, pending = set[str](), {id(start)}, [*neighbors(start)]
+    """Follow nodes from ``start`` to the first layers and return them; a path ends at a Shape or Size node.
+
+    ``layers`` has the names of layers by id of the node.
+    """
+    first, seen, pending = set[str](), set[int](), [*start]
     while pending:
         node = pending.pop()
-        if node is None or id(node) in seen:
+        if node is None or id(node) in seen or node.op_type in {"Shape", "Size"}:
             continue
         seen.add(id(node))
         if id(node) in layers:

@@ -165,7 +165,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
         model: the prepared model.
         last_layers: names of layers with a quantized output although no quantized layer comes after them.
         has_fitted_scales: whether scales of weights depend on the data (``group_scales``).
-        float_additions: whether each Add and Concat of a chain and a tensor from outside it is kept in float
+        float_joins: whether each Add and Concat of a chain and a tensor from outside it is kept in float
             (``placement``).
         resized_outputs: whether small last layers before or after a Resize get a quantized output (``fast_kernels``).
 
@@ -186,7 +186,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
     model: ModelProto = field(repr=False, compare=False)
     last_layers: frozenset[str] = frozenset()
     has_fitted_scales: bool = False
-    float_additions: bool = False
+    float_joins: bool = False
     resized_outputs: bool = False
     _weight_params: dict[tuple[str, QuantSpec], QuantParams] = field(default_factory=dict, repr=False, compare=False)
 
@@ -209,7 +209,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
             if layer.input is not None and not chosen[layer.name].is_weight_only
         }
         last_layers = self.last_layers & set(chosen)
-        return place_quantizers(self.graph, chosen, specs, ranges, last_layers, float_additions=self.float_additions)
+        return place_quantizers(self.graph, chosen, specs, ranges, last_layers, float_joins=self.float_joins)
 
     def weight_params(self, line: LayerPlan) -> QuantParams:
         """Return the parameters of a quantized layer's weight; layers with the same weight and spec share them."""
@@ -274,9 +274,9 @@ class GraphPlan(PlanTotals[LayerPlan]):
         )
         return replace(self, layers=tuple(layers))
 
-    def with_float_additions(self) -> "GraphPlan":
+    def with_float_joins(self) -> "GraphPlan":
         """Return this plan with the Add and Concat of a chain and a tensor from outside it in float (``placement``)."""
-        return replace(self, float_additions=True)
+        return replace(self, float_joins=True)
 
     def with_resized_outputs(self, *, resized_outputs: bool) -> "GraphPlan":
         """Return this plan with quantized outputs of small last layers before or after a Resize (``fast_kernels``)."""

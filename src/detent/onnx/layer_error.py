@@ -5,7 +5,8 @@ the whole model for each candidate would take hundreds of times longer. A part o
 of a matrix, or some blocks of an image.
 
 A ``SwitchableModel`` measures how the quantization of layers changes the outputs of the model. It has one session, in
-which each layer can be quantized or kept in float. Float fallback and ``detent.sensitivity`` use it.
+which each layer can be quantized or kept in float, and a faster one, in which all layers are quantized. Float fallback,
+the search for ranges and ``detent.sensitivity`` use it.
 """
 
 import logging
@@ -238,7 +239,7 @@ class Switch:
 
 
 class SwitchableModel:
-    """A model whose layers can be quantized one by one, in one session.
+    """A model whose layers can be quantized one by one.
 
     Weights are inputs of the session, so each call of ``run`` can replace them. ``weights`` maps a label for each
     weight to the layers that share the weight. Each Q/DQ pair of an activation has a switch, and saturates as in a

@@ -98,6 +98,8 @@ class RemoteNoise:
     ) -> Iterator[list[float | None]]:
         """Yield the noise of each output, sample by sample; None for an output whose shape or type differs.
 
+        Workers compute all samples, even if the caller stops early.
+
         Args:
             weights: specs of the quantized weights, by layer.
             flags: Q/DQ pairs that are turned on.

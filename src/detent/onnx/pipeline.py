@@ -277,7 +277,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         observer: observer for activations; None searches margins of ranges, and ranges to clip. The range of a rule's
             observer is used as it is.
         skip: names or glob patterns of layers to keep in float. If the data can be read more than once, all layers are
-            calibrated once more without ``skip``, because the margin of ranges should not depend on it.
+            calibrated once more without ``skip``, because neither the factors of equalization and SmoothQuant nor the
+            margin of ranges should depend on it.
         keep_float: "auto" enables float fallback: a small layer that alone causes a tenth of the noise at the outputs
             is kept in float if this removes enough noise: 15 % for a cheap layer, up to half for an expensive one.
             "none" disables float fallback.

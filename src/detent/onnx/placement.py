@@ -47,15 +47,15 @@ def place_quantizers(
     ranges: Mapping[str, Range] | None = None,
     last_layers: Collection[str] = (),
     *,
-    float_additions: bool = False,
+    float_joins: bool = False,
 ) -> list[QuantizerPlacement]:
     """Place the Q/DQ pairs of activations, in graph order.
 
     If ``ranges`` of activations are passed, a Concat whose inputs have very different ranges ends a chain (see the
     module docstring). The outputs of ``last_layers`` are also quantized, although no quantized layer follows. With
-    ``float_additions``, an Add or Concat of a chain and a tensor from outside the chain is kept in float.
+    ``float_joins``, an Add or Concat of a chain and a tensor from outside the chain is kept in float.
     """
-    return _Placer(graph, layers, specs, ranges, last_layers, float_additions).run()
+    return _Placer(graph, layers, specs, ranges, last_layers, float_joins).run()
 
 
 class _Placer:
@@ -66,10 +66,10 @@ class _Placer:
         specs: Mapping[str, QuantSpec],
         ranges: Mapping[str, Range] | None,
         last_layers: Collection[str],
-        float_additions: bool,
+        float_joins: bool,
     ) -> None:
         self.graph, self.layers, self.specs, self.ranges = graph, layers, specs, ranges
-        self.float_additions = float_additions
+        self.float_joins = float_joins
         self.by_node = {id(layer.node): layer for layer in layers.values()}
         self.readers: dict[str, list[str]] = {}
         for name in specs:
@@ -170,7 +170,7 @@ class _Placer:
 
     def _can_read_codes(self, node: NodeProto, name: str) -> bool:
         """Return whether a node of a chain can read an input from outside the chain through a Q/DQ pair."""
-        if not self.float_additions and (
+        if not self.float_joins and (
             (node.op_type == "Add" and name in self.readers) or (node.op_type == "Concat" and self._is_resized(name))
         ):
             return True

@@ -65,8 +65,8 @@ MAX_CLIPPED_NOISE = 0.9  # noise with clipped ranges, relative to min-max ranges
 MAX_CLIPPED_NOISE_SAFE = 0.5  # the same limit with many calibration samples, or with an SQNR above 30 dB (3 dB)
 # The first search, on few samples, where clipping must remove half of the noise: how many, and the limit it must meet.
 FEW_SAMPLES, MAX_CLIPPED_NOISE_FEW = 8, 0.6
-# After as many runs of the model, a set of clipped groups is given up if it has not yet lowered the noise.
-MIN_RACED = 8
+# From this number of runs of the model on, a set of clipped groups is given up if it has not yet lowered the noise.
+MIN_RUNS = 8
 MANY_SAMPLES = 64  # with more calibration samples, noise is measured only on a small part of them
 TOLERANCE = 1e-4  # relative to a bound; recording other tensors may change the last bits of results in ONNX Runtime
 
@@ -310,34 +310,34 @@ class _Search:
         clipped: Collection[str],
         limit: float = inf,
         samples: int | None = None,
-        rival: Sequence[float] = (),
+        best: Sequence[float] = (),
     ) -> list[float]:
         """Measure the noise with ranges of folds, plus the noise with ranges of all data, on the first samples.
 
         Groups in ``clipped`` have their clipped range. The result has the sum after each run of the model; the last one
         is the noise. The measurement stops as soon as the noise is above ``limit``, or, after some runs, not below the
-        sum of ``rival``, an earlier result; the last value is then infinite.
+        sum of ``best``, an earlier result; the last value is then infinite.
         """
         by_fold = [
             {group: self._params(group, margin, fold, is_clipped=group in clipped) for group in self._placements}
             for fold in (*range(self._bounds.folds), None)
         ]
         folds = self._folds[:samples]
-        sums = self._add_up([], [by_fold[fold] for fold in folds], limit, rival)
-        return sums if sums[-1] == inf else self._add_up(sums, [by_fold[-1]] * len(folds), limit, rival)
+        sums = self._add_up([], [by_fold[fold] for fold in folds], limit, best)
+        return sums if sums[-1] == inf else self._add_up(sums, [by_fold[-1]] * len(folds), limit, best)
 
     def _add_up(
         self,
         sums: list[float],
         params: Sequence[Mapping[str, QuantParams]],
         limit: float,
-        rival: Sequence[float] = (),
+        best: Sequence[float] = (),
     ) -> list[float]:
         """Continue sums with the noise of each sample, until one of the limits of ``_sums`` is exceeded."""
         sums = list(sums)
         for noise in self._noise.noises_by_sample(params):
             sums.append(noise + (sums[-1] if sums else 0.0))
-            if len(sums) >= MIN_RACED and len(sums) <= len(rival) and sums[-1] >= rival[len(sums) - 1]:
+            if len(sums) >= MIN_RUNS and len(sums) <= len(best) and sums[-1] >= best[len(sums) - 1]:
                 return [*sums, inf]
             if sums[-1] > limit:
                 return [*sums, inf]

@@ -9,18 +9,19 @@ JSON object in this place is read, too: people may edit it, and short decisions 
 """
 
 import base64
-import bz2
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto, TensorProto
 
 from detent.codec import Leaf, Leaves, check_version, decode, parse
-from detent.errors import FileFormatError
+from detent.errors import FileFormatError, UnsupportedError
 from detent.onnx_model.graph import QUANTIZE, array_of
 
 __all__ = ["KEY", "RUNTIME_KEY", "Provenance", "RuntimeRecord", "digest_of", "fields_of", "packed", "unpacked"]
@@ -28,7 +29,8 @@ __all__ = ["KEY", "RUNTIME_KEY", "Provenance", "RuntimeRecord", "digest_of", "fi
 KEY, RUNTIME_KEY = "detent", "detent.runtime"
 VERSION = 3
 RUNTIME_VERSION = 1
-TEXT_LIMIT = 1 << 24  # limit on the characters of an entry, and of decisions that are not compressed
+TEXT_LIMIT = 1 << 24  # limit on the characters of an entry
+MAX_EXPANSION, MIN_LIMIT = 64, 1 << 16  # decompressed decisions have at most 64 times the characters, or 65,536
 CODES_NODE = "_codes_node"  # end of a QuantizeLinear node's name, after the name of the tensor
 MODEL_DIGITS = 32  # hexadecimal digits of a digest
 _DECISIONS = f"'decisions' in the metadata entry {KEY!r}"
@@ -131,33 +133,52 @@ def packed(decisions: Mapping[str, Any]) -> str:
     """
     # Not zlib: zlib and zlib-ng compress the same text to different bytes, and a file must have the same bytes on every
     # machine. There is one implementation of bzip2.
-    return base64.b85encode(bz2.compress(_compact(decisions).encode(), 9)).decode("ascii")
+    return base64.b85encode(_bz2().compress(_compact(decisions).encode(), 9)).decode("ascii")
 
 
 def unpacked(text: str) -> dict[str, Any]:
-    """Return the JSON object of a text from ``packed``; the size of the object is limited.
+    """Return the JSON object of a text from ``packed``. A short text may only expand to a short object.
 
     Raises:
         FileFormatError: the text is malformed, or its JSON is too long or not an object.
+        UnsupportedError: this Python has no module bz2.
     """
     if len(text) % 5 == 1:  # b85decode ignores a single character after the last group of five
         raise _unreadable(f"the text has {len(text)} characters, which base85 never has")
+    limit = _limit(text)
     try:
         content = base64.b85decode(text)
-        decompressor = bz2.BZ2Decompressor()
-        decoded = decompressor.decompress(content, max_length=TEXT_LIMIT + 1)
-        plain = decoded.decode() if len(decoded) <= TEXT_LIMIT else ""
+        decompressor = _bz2().BZ2Decompressor()
+        decoded = decompressor.decompress(content, max_length=limit + 1)
+        plain = decoded.decode() if len(decoded) <= limit else ""
     except (ValueError, OSError) as error:
         raise _unreadable(f"got {text!r:.60}: {error}") from error
-    if len(decoded) > TEXT_LIMIT:
+    if len(decoded) > limit:
         raise FileFormatError(
-            f"{_DECISIONS} has more than {TEXT_LIMIT} characters when decompressed, expected at most {TEXT_LIMIT}"
+            f"{_DECISIONS} has more than {limit} characters when decompressed, expected at most {limit} for a text of "
+            f"{len(text)} characters"
         )
     if not decompressor.eof:
         raise _unreadable(f"the text of {len(text)} characters ends too early")
     if decompressor.unused_data:
         raise _unreadable(f"got {len(decompressor.unused_data)} bytes after the compressed data")
-    return parse(plain, _DECISIONS, limit=TEXT_LIMIT)
+    return parse(plain, _DECISIONS, limit=limit)
+
+
+def _limit(text: str) -> int:
+    """Return the limit on the characters of decompressed decisions."""
+    return min(TEXT_LIMIT, max(MIN_LIMIT, MAX_EXPANSION * len(text)))
+
+
+def _bz2() -> ModuleType:
+    """Import the module bz2, which a Python built without libbz2 lacks."""
+    try:
+        return import_module("bz2")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{_DECISIONS} is compressed, but this Python was built without the module bz2: install libbz2 and build "
+            "Python again, or use another Python"
+        ) from error
 
 
 def _unreadable(problem: str) -> FileFormatError:
@@ -167,9 +188,9 @@ def _unreadable(problem: str) -> FileFormatError:
 
 
 def _shorter(decisions: dict[str, Any]) -> dict[str, Any] | str:
-    """Compress decisions if that makes them shorter."""
-    text = packed(decisions)
-    return text if len(text) < len(_compact(decisions)) else decisions
+    """Compress decisions if that makes them shorter, and ``unpacked`` accepts the text."""
+    text, length = packed(decisions), len(_compact(decisions))
+    return text if len(text) < length <= _limit(text) else decisions
 
 
 def _compact(value: Mapping[str, Any]) -> str:

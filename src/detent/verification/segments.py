@@ -246,6 +246,7 @@ class SegmentCheck:
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
         """Run the segments on a batch; compare the results with the file's ``codes`` and ``outputs``."""
         if self._sessions is None:
+            self._set_ranks(codes)
             self._sessions = list(self._grouped({name: array.size for name, array in codes.items()}))
         expected = dict(zip(self._outputs, outputs, strict=True))
         for session, names in self._sessions:
@@ -345,6 +346,14 @@ class SegmentCheck:
             wrong = (wrong & ~(np.isnan(expected) & np.isnan(got))) | (np.signbit(expected) != np.signbit(got))
         index = first_index(np.atleast_1d(wrong))[: expected.ndim]
         self._tally.note(cause, f"output {name}", name, index, element(expected[index]), element(got[index]))
+
+    def _set_ranks(self, codes: Mapping[str, Array]) -> None:
+        """Set the rank of dequantized tensors, without which ONNX misjudges sizes that a graph computes from shapes."""
+        ranks = {each.replacement: codes[each.quantizer.node].ndim for each in self._tensors.values()}
+        for value in self._model.graph.input:
+            if value.name in ranks:
+                shape = [None] * ranks[value.name]
+                value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, shape))
 
     def _grouped(self, sizes: Mapping[str, int]) -> Iterator[tuple[Any, list[str]]]:
         """Yield sessions, each with the names of the tensors that it computes.
