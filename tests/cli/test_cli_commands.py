@@ -218,6 +218,13 @@ def test_inspect_json(shop, monkeypatch, capsys):
     assert rows["x"]["low"] < -1 < 1 < rows["x"]["high"]
 
 
+def test_inspect_without_bz2_shows_the_rest(shop, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "bz2", None)
+    code, out, _ = run(monkeypatch, capsys, shop, "inspect", "model.w8a8.onnx")
+    assert code == 0
+    assert "this Python was built without the module bz2" in out
+
+
 def test_inspect_float(shop, monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, shop, "inspect", "model.onnx", "--json")
     document = json.loads(out)

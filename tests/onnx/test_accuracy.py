@@ -8,7 +8,7 @@ from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 
 import detent as dt
 import detent.onnx as qo
-from detent.onnx import accuracy_passes, calibration, equalization, smoothquant
+from detent.onnx import accuracy_passes, calibration, equalization, range_search, smoothquant
 from detent.onnx.bias_correction import corrected_biases
 from detent.onnx.decisions import Equalized, QuantizerPlacement, Smoothed
 from detent.onnx.fast_kernels import multiplications
@@ -196,6 +196,30 @@ def test_float_fallback_searches_again_after_each_layer():
     noise.count = 1
     plan.nbytes_before = 25  # a tenth of it holds two layers
     assert list(choose_float(noise, plan, work, replan)) == ["a", "b"]
+    # Layers that were kept in float before are kept, and their bytes count.
+    assert list(choose_float(noise, plan, work, replan, ["a"])) == ["b"]
+    assert not choose_float(noise, plan, work, replan, ["a", "b"])
+
+
+def test_ranges_are_searched_again_without_the_layers_of_float_fallback(monkeypatch):
+    searched = []
+
+    def search_ranges(noise, placements, *arguments):
+        searched.append({each.tensor for each in placements})
+        return range_search.search_ranges(noise, placements, *arguments)
+
+    monkeypatch.setattr(accuracy_passes, "search_ranges", search_ranges)
+    model, feeds, options = hurting(), images(8, channels=16), {"equalize": False, "bias_correction": False}
+    decisions = qo.decide(model, feeds, progress=False, **options)
+    kept = [layer.name for layer in decisions.layers if "float fallback" in layer.reason]
+    assert kept
+    assert len(searched) == 2
+    assert searched[1] < searched[0], "tensors that only float layers read have no range"
+    assert set(decisions.ranges) <= searched[1]
+    searched.clear()
+    monkeypatch.setattr(accuracy_passes, "MAX_REPEATED_NOISE", 0.0)
+    qo.decide(model, feeds, progress=False, **options)
+    assert len(searched) == 1, "with much noise left, single layers say too little"
 
 
 @pytest.mark.parametrize(
@@ -211,6 +235,25 @@ def test_an_expensive_layer_is_kept_in_float_only_if_that_halves_the_noise(work,
     assert list(shares) == expected
     noise.noise_of.return_value = 0.4
     assert list(choose_float(noise, plan, {"a": work, "b": 1000.0}, lambda names: Mock(quantized={"b"}))) == ["a"]
+
+
+def test_float_fallback_joins_no_tensor_that_was_not_observed():
+    """After fallback, ``c`` is a last layer, and the Concat could read codes; the range of the Resize is unknown."""
+    m = Maker()
+    fine = m.add("Relu", [m.conv("x", 8, 64, name="fine")])
+    middle = m.add("Relu", [m.conv(fine, 64, 64, name="middle", strides=[2, 2])])
+    weight, noisy = weights(64, 64, 3, 3, seed=3), weights(64, 64, 1, 1, seed=4)
+    weight[0], noisy[:, 0] = 0, 300
+    c = m.conv(middle, 64, 64, name="c", weight=weight, bias=False)
+    k = m.conv(c, 64, 64, 1, name="k", weight=noisy)
+    resized = m.add("Resize", [c, "", m.constant(np.float32([1, 1, 2, 2]))], mode="linear")
+    y = m.conv(m.add("Concat", [fine, resized], axis=1), 128, 64, name="y")
+    model = m.model([("x", [1, 8, 16, 16])], [y, c, m.add("Sigmoid", [k])])
+    feeds = images(16, side=16, batch=1)
+    decisions = qo.decide(model, feeds, progress=False)
+    assert [layer.name for layer in decisions.layers if "float fallback" in layer.reason] == ["k"]
+    assert resized not in {placement.tensor for placement in decisions.placements}
+    assert dt.verify(model, qo.rewrite(model, decisions), feeds[:1]).ok
 
 
 def test_a_gemm_before_an_activation_keeps_its_integer_kernel():
@@ -309,7 +352,7 @@ def test_additions_behind_a_float_layer_are_quantized_if_they_add_little_noise(b
     feeds, path = images(8, channels=3), tmp_path / "q.onnx"
     options = {"progress": False, "equalize": False, "bias_correction": False, "prefer": prefer}
     report = qo.quantize(residual_blocks(blocks), path, feeds, **options)
-    assert any("kept additions" in step for step in report.steps) == ((blocks, prefer) == (4, "balanced"))
+    assert any("kept Add and Concat nodes" in step for step in report.steps) == ((blocks, prefer) == (4, "balanced"))
     counts = operators(qo.load(path))
     assert (counts["Add"], counts["QLinearAdd"]) == (additions, blocks - additions)
     assert dt.verify(residual_blocks(blocks), path).ok

@@ -293,6 +293,22 @@ def test_dense_layers_of_3_d_data_run_on_integer_kernels():
     assert "Gemm" not in operators(file)
 
 
+@pytest.mark.parametrize(("axes", "kernel"), [(3, "MatMulIntegerToFloat"), (2, "QGemm")])
+def test_dense_layers_after_a_reshape_by_computed_sizes_run_on_integer_kernels(axes, kernel):
+    """Shape inference alone does not find the number of axes after such a Reshape."""
+    m = Maker()
+    first = m.add("Gather", [m.add("Shape", ["x"]), m.constant(np.int64([0]))])
+    sizes = m.add("Concat", [first, m.constant(np.int64([3, 8] if axes == 3 else [8]))], axis=0)
+    t = m.add("Reshape", ["x", m.add("Abs", [sizes])])
+    for i in range(2):
+        t = m.add("Add", [m.matmul(t, 8, 8, name=f"dense{i}"), m.constant(weights(8))])
+    model = m.model([("x", [3, 8] if axes == 2 else [1, 3, 8])], [t])
+    feeds = [{"x": np.random.default_rng(0).normal(size=(3, 8) if axes == 2 else (1, 3, 8)).astype(np.float32)}]
+    _, file = decided(model, feeds)
+    assert operators(file)[kernel] == 2
+    assert "Gemm" not in operators(file)
+
+
 @pytest.mark.parametrize("bias", [(), (1,), (3, 16)])
 def test_an_add_that_is_no_bias_stays_an_add(bias):
     m = Maker()

@@ -25,9 +25,9 @@ def switchable(recipe="w8a8"):
 
 
 @pytest.mark.parametrize("recipe", ["w8a8", "w4a4"])  # the pairs of w4a4 have a Clip
-@pytest.mark.parametrize("limit", [0, layer_error.MAX_CONSTANT_BYTES])
+@pytest.mark.parametrize("limit", [0, layer_error.MAX_SOURCE_BYTES])
 def test_a_quantized_run_has_the_outputs_of_a_switched_run(recipe, limit, monkeypatch):
-    monkeypatch.setattr(layer_error, "MAX_CONSTANT_BYTES", limit)
+    monkeypatch.setattr(layer_error, "MAX_SOURCE_BYTES", limit)
     model, names, weights, flags = switchable(recipe)
     feed = images(1, batch=1)[0]
     for used in (weights, {}, {"first": weights["first"]}):

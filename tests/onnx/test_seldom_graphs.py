@@ -531,3 +531,16 @@ def test_a_sequence_of_constants_is_not_a_constant(tmp_path):
     model = m.model([("x", [2, 8, 8, 8]), ("i", [], INT64)], [y])
     feeds = [{**each, "i": np.array(0)} for each in images()]
     assert sqnr(model, quantize(model, tmp_path, feeds).output, feeds[0]) > 30
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a8-dynamic"])
+def test_a_resize_may_take_its_size_from_the_shape_of_a_layer(recipe):
+    m = Maker()
+    y = m.matmul(m.add("Sigmoid", [m.matmul("x", 8, 32, name="a")]), 32, 64, name="b")
+    sides = m.add("Slice", [m.add("Shape", [y]), *(m.constant(np.int64([each])) for each in (2, 4, 0))])
+    sizes = m.add("Concat", [m.constant(np.int64([1, 8])), sides], axis=0)
+    resized = m.add("Resize", ["x", "", "", sizes], mode="linear")
+    model = m.model([("x", [1, 8, 8, 8])], [m.add("Sigmoid", [y]), resized])
+    feeds = images(4, batch=1)
+    decisions = qo.decide(model, feeds, recipe, progress=False, keep_float="none")
+    assert dt.verify(model, qo.rewrite(model, decisions), feeds[:1]).ok

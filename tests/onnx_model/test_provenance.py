@@ -120,6 +120,9 @@ def test_a_python_without_bz2_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "bz2", None)
     with pytest.raises(dt.errors.UnsupportedError, match="this Python was built without the module bz2"):
         unpacked(text)
+    model = ModelProto()
+    Provenance(decisions=LONG).write(model)
+    assert Provenance.read(model).decisions == LONG, "stored as an object"
 
 
 @pytest.mark.parametrize("value", [1, True, [1]])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
 
 from detent.cli.inspect_command import Contents, TensorRow
-from detent.errors import FileFormatError
+from detent.errors import FileFormatError, UnsupportedError
 from detent.onnx_model import Provenance, array_of, load_model
 from detent.onnx_model.graph import Graph, element_range
 from detent.onnx_model.qdq_reader import QuantizedGraph
@@ -77,7 +77,7 @@ def model_contents(path: str | PathLike[str]) -> Contents:
 def _provenance(model: ModelProto) -> tuple[Provenance | None, str]:
     try:
         return Provenance.read(model), ""
-    except FileFormatError as error:  # the rest of the file can still be shown
+    except (FileFormatError, UnsupportedError) as error:  # the rest of the file can still be shown
         return None, str(error)
 
 

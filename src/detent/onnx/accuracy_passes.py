@@ -15,6 +15,7 @@ choosing ranges         which activations may be clipped (``calibration``)
 searching ranges        the margins of ranges, and which activations are clipped (``range_search``)
 choosing weight bits    7 or 8 bits for each weight (``fast_kernels``)
 float fallback          which noisy layers stay in float (``float_fallback``)
+searching ranges again  as before, without these layers; then float fallback runs once more
 bias correction         new biases (``bias_correction``)
 meeting max_drop        which layers stay in float, so that a metric drops by at most max_drop (``metric_search``)
 ======================= ===========================================================================================
@@ -118,6 +119,8 @@ MIN_PAIRED_SAMPLES = 8  # on at least as many samples, noise before and after is
 MAX_PAIRED_NOISE = 0.95  # the limit of that comparison: upper end of the confidence interval of the mean ratio
 MAX_CLIPPED_NOISE = 0.5  # if noise is measured only at single layers, clipping must remove half of it
 UNQUANTIZABLE = (NotCalibratedError, RangeError, UnsupportedError)  # errors of layers that cannot be quantized
+FALLBACK_ROUNDS = 2  # runs of float fallback; ranges are searched again after each
+MAX_REPEATED_NOISE = 0.25  # with more noise at an output (6 dB), that of single layers says too little to go on
 FALLBACK_REASON = "float fallback: quantizing this layer would cause much of the output noise"
 
 
@@ -568,7 +571,7 @@ def _choose_quantizers(
             ranges = _searched_ranges(
                 noise, graph_plan, placements, calibration, clipped, samples, run.memory_budget, margin
             )
-            noise.set_params({name: each for name, each in ranges.params.items() if noise.can_replace(name)})
+            noise.use(ranges.params)
     widened: dict[str, float] = {}
     if can_widen:
         with running("choosing weight bits"):
@@ -576,14 +579,28 @@ def _choose_quantizers(
             graph_plan = graph_plan.widened(widened)
             noise.set_weights(graph_plan)
     shares, unkept_plan = dict[str, float](), graph_plan
-    if options.keep_float == "auto":
+    replan = partial(_with_float, unkept_plan, work, options, set(calibration.ranges), None)
+    current = noise  # of the plan with float layers
+    for _ in range(FALLBACK_ROUNDS if options.keep_float == "auto" else 0):
         with running("float fallback"):
-            replan = partial(_with_float, unkept_plan, work, options, set(calibration.ranges), None)
-            shares = choose_float(noise, graph_plan, work, replan)
-    if shares:
+            kept = choose_float(current, graph_plan, work, replan, shares)
+        if not kept:
+            break
+        remaining = 1 - sum(shares.values())
+        shares |= {name: remaining * share for name, share in kept.items()}
         graph_plan = replan(list(shares))
         placements = graph_plan.placements(calibration.ranges)
         ranges = ranges.with_new(placements, calibration)
+        if clipped is None or current.largest_noise_of(graph_plan) > MAX_REPEATED_NOISE:
+            break
+        with running("searching ranges again"):  # without the noise of these layers, other ranges may be better
+            current = NoiseByLayer(graph_plan, ranges.of(placements), samples.compared, run.workspace, placements)
+            searched = _searched_ranges(
+                current, graph_plan, placements, calibration, clipped, samples, run.memory_budget, None
+            )
+            ranges = ranges.updated(searched)
+            for each in (current, noise):
+                each.use(ranges.params)
     steps = (
         *ranges.steps,
         *(f"8-bit weights for {name}: {share:.0%} less noise at the outputs" for name, share in widened.items()),
@@ -671,7 +688,10 @@ def _with_float(
     by_noise = [name for name in names if fallback is None or name in fallback]
     graph_plan = graph_plan.without(by_noise, FALLBACK_REASON)
     graph_plan = graph_plan.without(set(names) - set(by_noise), MAX_DROP_REASON)
-    return with_last_layers(graph_plan, work, options.prefer, observed)
+    plan = with_last_layers(graph_plan, work, options.prefer, observed)
+    # A new last layer may be read by a Concat whose other inputs were not observed.
+    is_observed = set(observed_tensors(plan)) - set(observed_tensors(graph_plan)) <= observed
+    return plan if is_observed else plan.with_float_joins()
 
 
 def _equalize_and_smooth(
@@ -737,7 +757,7 @@ def _choose_resized_outputs(
 
 
 def _choose_joins(graph_plan: GraphPlan, noise_of: "_PlanNoise", options: Options) -> tuple[GraphPlan, tuple[str, ...]]:
-    """Keep additions behind float layers, and Concat nodes behind a Resize, in float if they add much noise."""
+    """Keep Add and Concat nodes that also read float tensors in float if they add much noise."""
     float_plan = graph_plan.with_float_joins()
     if options.prefer == "speed" or graph_plan.placements() == float_plan.placements():
         return graph_plan, ()
@@ -753,7 +773,7 @@ def _choose_joins(graph_plan: GraphPlan, noise_of: "_PlanNoise", options: Option
         if quantized <= MAX_FASTER_NOISE * in_float:
             return graph_plan, ()
         change = -_percent(quantized, in_float)
-        kept = "kept additions behind float layers and Concat nodes behind a Resize in float"
+        kept = "kept Add and Concat nodes that also read float tensors in float"
         return float_plan, (f"{kept}: {change:.0f}% less noise at the outputs",)
 
 

@@ -10,14 +10,19 @@ when this noise is negligible (30 dB). A layer is kept in float if all of these 
   of both shares counts. With the minimum, a few samples suffice to tell a gain from chance.
 - Another layer remains quantized.
 
-The last condition matters if the noise is as large as the signal, because the errors of several layers may then cancel.
-With less noise, the noise of a group of layers is about the sum of the layers' noise. So groups of layers are measured
-first, and only noisy groups are split further.
+Afterwards, ranges are searched again and float fallback runs once more (``accuracy_passes``), because without the noise
+of these layers, other ranges are better and other layers cause most of the noise: in three OCR models, this gained 0.7,
+3.1 and 5.7 dB.
+
+The condition that another layer remains matters if the noise is as large as the signal, because the errors of several
+layers may then cancel. With less noise, the noise of a group of layers is about the sum of the layers' noise. So groups
+of layers are measured first, and only noisy groups are split further.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -56,18 +61,19 @@ def choose_float(
     plan: GraphPlan,
     work: Mapping[str, float],
     replan: Callable[[Sequence[str]], GraphPlan],
+    earlier: Collection[str] = (),
 ) -> dict[str, float]:
     """Choose at most 8 layers to keep in float; return a dict from layer names to the share of the noise removed.
 
     The module docstring lists the conditions. The shares add up to at most 1. ``work`` has the multiplications of each
     layer. ``replan`` returns the plan with some layers in float. ``replan`` may also change earlier layers, for example
-    to keep the inputs of float layers quantized.
+    to keep the inputs of float layers quantized. Layers in ``earlier`` are already in float in ``plan``; they count.
     """
     total = remaining = noise.noise_without()
     if not np.isfinite(total) or total <= NEGLIGIBLE_NOISE * noise.count:
         return {}
     sizes = {line.name: line.nbytes_before for line in plan.layers}
-    spare = MAX_WEIGHT_SHARE * plan.nbytes_before
+    spare = MAX_WEIGHT_SHARE * plan.nbytes_before - sum(sizes[name] for name in earlier)
     total_work = sum(work.values()) or 1.0
     required = {
         name: _required_gain(size / max(1, plan.nbytes_before), work.get(name, 0.0) / total_work)
@@ -75,7 +81,7 @@ def choose_float(
     }
     kept: dict[str, float] = {}
     rejected: set[str] = set()
-    while len(kept) < MAX_LAYERS and remaining > NEGLIGIBLE_NOISE * noise.count:
+    while len(kept) + len(earlier) < MAX_LAYERS and remaining > NEGLIGIBLE_NOISE * noise.count:
         excluded = rejected | set(kept)
         worst = [name for name in noise.worst(MIN_NOISE_SHARE, kept) if name not in excluded and sizes[name] < spare]
         alone = {name: noise.noise([name]) for name in worst}  # now measured on all samples
@@ -83,7 +89,7 @@ def choose_float(
         if not alone:
             break
         name = max(alone, key=lambda name: alone[name] / max(1, sizes[name]))
-        changed = replan([*kept, name])
+        changed = replan([*earlier, *kept, name])
         limit = (1 - required[name]) * remaining
         without = noise.noise_of(changed, limit)
         if changed.quantized and without < limit:
@@ -176,6 +182,10 @@ class NoiseByLayer:
         if params:
             self._ratios.clear()
 
+    def use(self, params: Mapping[str, QuantParams]) -> None:
+        """Replace the parameters of those tensors for which this is possible; see ``set_params``."""
+        self.set_params({tensor: each for tensor, each in params.items() if self.can_replace(tensor)})
+
     def can_replace(self, tensor: str) -> bool:
         """Whether ``noises_by_sample`` can replace the parameters of a tensor."""
         return tensor in self._owners and self._model.can_replace(_flag(tensor))
@@ -256,9 +266,17 @@ class NoiseByLayer:
 
         As soon as the noise is above ``limit``, the remaining samples are left out.
         """
+        return self._noise(self._parts_of(plan), None, limit)
+
+    def largest_noise_of(self, plan: GraphPlan) -> float:
+        """Measure another plan for the same model as ``noise_of`` does; return the mean noise of the worst output."""
+        parts = self._parts_of(plan)
+        self._noise(parts, None)
+        return fmean(max(self._ratios[parts, i], default=0.0) for i in range(len(self._samples)))
+
+    def _parts_of(self, plan: GraphPlan) -> frozenset[str]:
         placed = {_flag(each.group) for each in plan.placements()}
-        quantized = {line.name for line in plan.quantized}
-        return self._noise(self._all & (quantized | placed), None, limit)
+        return self._all & ({line.name for line in plan.quantized} | placed)
 
     def worst(self, share: float, kept: Iterable[str] = ()) -> dict[str, float]:
         """Return the layers that each cause at least the fraction ``share`` of the noise, with their fractions.

@@ -50,7 +50,7 @@ Array = NDArray[Any]
 
 Feed = dict[str, Array]
 PART_ROWS = 512  # rows of a matrix on which errors are measured
-MAX_CONSTANT_BYTES = 1 << 26  # weights of a model that gets a second session
+MAX_SOURCE_BYTES = 1 << 26  # size of a model that gets a second session, which copies all of it
 PART_POINTS, BLOCK_SIDE = 64 * 64, 8  # pixels of an image on which errors are measured, and the side of their blocks
 
 
@@ -257,6 +257,7 @@ class SwitchableModel:
         threads: int = 0,
     ) -> None:
         self._source, self._labels, self._switches = model, weights, switches
+        self._fits_twice = model.ByteSize() <= MAX_SOURCE_BYTES
         self._target, self._threads = target, threads
         self.weights: dict[str, Array] = {}
         self._params: dict[str, Array] = {}  # scales and zero points, by input name
@@ -351,7 +352,7 @@ class SwitchableModel:
         if not names:
             return []
         used = {**self.weights, **weights}
-        if sum(array.nbytes for array in used.values()) > MAX_CONSTANT_BYTES:
+        if not self._fits_twice:
             return self.run(names, feed, weights, self._off, params)
         if self._quantized is None or any(self._constants[label] is not array for label, array in used.items()):
             self._quantized, self._constants = self._with_constants(used), used

@@ -3,7 +3,7 @@
 A ``NoiseSetup`` is written to the workspace once. It names the model, the samples and the Q/DQ pairs; workers build
 one session from it and keep it. A measurement is a ``NoiseItem``: which weights and which pairs are quantized, with
 which parameters, on which samples. The noise of each sample is computed as in one process, and the driver adds it up in
-the order of the samples.
+the same order.
 """
 
 import json

@@ -487,12 +487,32 @@ def _run_alone(model: ModelProto, outputs: list[str]) -> dict[str, NDArray[Any]]
 
 
 def _with_shapes(model: ModelProto) -> ModelProto:
+    """Infer shapes, in place; where they depend on computed sizes, infer at least the number of axes."""
+    _infer_shapes(model)
+    while ranks := _reshaped_ranks(Graph(model)):
+        model.graph.value_info.extend(ranks)
+        _infer_shapes(model)
+    return model
+
+
+def _reshaped_ranks(graph: Graph) -> list[onnx.ValueInfoProto]:
+    """Return the number of axes of Reshape outputs for which shape inference found none."""
+    ranks = []
+    for node in graph.nodes:
+        if node.op_type != "Reshape" or node.domain not in MAIN or graph.shape(node.output[0]) is not None:
+            continue
+        sizes, kind = graph.shape(node.input[1]), graph.kind(node.input[0])
+        if sizes is not None and len(sizes) == 1 and sizes[0] is not None and kind != onnx.TensorProto.UNDEFINED:
+            ranks.append(helper.make_tensor_value_info(node.output[0], kind, [None] * sizes[0]))
+    return ranks
+
+
+def _infer_shapes(model: ModelProto) -> None:
     lean, _ = without_weights(model)  # shape inference copies a model twice
     try:
         inferred = onnx.shape_inference.infer_shapes(lean, data_prop=True)
     except Exception:  # noqa: BLE001 - shapes only help to explain plans
-        return model
+        return
     for name in ("node", "input", "output", "value_info"):  # nodes too, because their subgraphs hold shapes
         model.graph.ClearField(name)
         getattr(model.graph, name).extend(getattr(inferred.graph, name))
-    return model

@@ -164,6 +164,16 @@ class ChosenRanges(NamedTuple):
             return [f"ranges {widened}"]
         return [f"ranges of {MAX_SAMPLES} samples{f', {widened}' if widened else ''}: less noise than with all data"]
 
+    def of(self, placements: Iterable[QuantizerPlacement]) -> dict[str, QuantParams]:
+        """Return the parameters of the groups of some placements."""
+        groups = {each.group for each in placements}
+        return {name: each for name, each in self.params.items() if name in groups}
+
+    def updated(self, other: "ChosenRanges") -> "ChosenRanges":
+        """Return ``other``, with the ranges of further groups from this value."""
+        clipped = (self.clipped or frozenset()) - other.params.keys() | (other.clipped or frozenset())
+        return other._replace(params={**self.params, **other.params}, clipped=clipped)
+
     def with_new(self, placements: Iterable[QuantizerPlacement], calibration: Calibration) -> "ChosenRanges":
         """Add the ranges of new groups; a new range is clipped only if all ranges are clipped."""
         new = {

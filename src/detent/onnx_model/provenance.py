@@ -88,6 +88,7 @@ class Provenance:
 
         Raises:
             FileFormatError: the entry cannot be read.
+            UnsupportedError: the decisions are compressed, and this Python has no module bz2.
         """
         text, entry = _entry(model, KEY), f"the metadata entry {KEY!r}"
         if text is None:
@@ -111,6 +112,7 @@ def fields_of(text: str) -> dict[str, Any]:
 
     Raises:
         FileFormatError: the entry cannot be read.
+        UnsupportedError: the decisions are compressed, and this Python has no module bz2.
 
     >>> fields_of('{"version":2,"decisions":{"opset":17}}')
     {'version': 3, 'decisions': {'opset': 17}}
@@ -126,6 +128,9 @@ def fields_of(text: str) -> dict[str, Any]:
 
 def packed(decisions: Mapping[str, Any]) -> str:
     """Return the base85 of the bzip2 compression of a JSON object; ``unpacked`` returns the object.
+
+    Raises:
+        UnsupportedError: this Python has no module bz2.
 
     >>> text = packed({"opset": 17})
     >>> unpacked(text)
@@ -188,8 +193,11 @@ def _unreadable(problem: str) -> FileFormatError:
 
 
 def _shorter(decisions: dict[str, Any]) -> dict[str, Any] | str:
-    """Compress decisions if that makes them shorter, and ``unpacked`` accepts the text."""
-    text, length = packed(decisions), len(_compact(decisions))
+    """Compress decisions if that makes them shorter, ``unpacked`` accepts the text, and this Python has bz2."""
+    try:
+        text, length = packed(decisions), len(_compact(decisions))
+    except UnsupportedError:
+        return decisions
     return text if len(text) < length <= _limit(text) else decisions
 
 

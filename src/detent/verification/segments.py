@@ -151,7 +151,8 @@ class SegmentCheck:
         ``array`` is the value of the input for all batches, or None if the value depends on the batch.
         """
         name = self._graph.fresh(stem)
-        self._model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+        shape = None if array is None else array.shape
+        self._model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
         if array is not None:
             self._arrays[name] = np.ascontiguousarray(array, np.float32)
         return name
@@ -350,6 +351,7 @@ class SegmentCheck:
     def _set_ranks(self, codes: Mapping[str, Array]) -> None:
         """Set the rank of dequantized tensors, without which ONNX misjudges sizes that a graph computes from shapes."""
         ranks = {each.replacement: codes[each.quantizer.node].ndim for each in self._tensors.values()}
+        ranks |= {name: codes[layer.quantizer.codes].ndim for name, layer in self._dynamic_layers.items()}
         for value in self._model.graph.input:
             if value.name in ranks:
                 shape = [None] * ranks[value.name]
