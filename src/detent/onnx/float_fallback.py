@@ -17,6 +17,7 @@ first, and only noisy groups are split further.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from math import inf
 from typing import Any
 
@@ -24,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+from detent.error_places import at
 from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.graph_plan import GraphPlan, LayerPlan
 from detent.onnx.layer_error import ReferenceOutputs, Switch, SwitchableModel
@@ -78,14 +80,18 @@ def choose_float(
     while len(kept) < MAX_LAYERS and remaining > NEGLIGIBLE_NOISE * noise.count:
         excluded = rejected | set(kept)
         worst = [name for name in noise.worst(MIN_NOISE_SHARE, kept) if name not in excluded and sizes[name] < spare]
-        alone = {name: noise.noise([name]) for name in worst}  # now measured on all samples
+        alone: dict[str, float] = {}
+        for name in worst:
+            with at("layer", name):
+                alone[name] = noise.noise([name])  # now measured on all samples
         alone = {name: each for name, each in alone.items() if each >= MIN_NOISE_SHARE * remaining}
         if not alone:
             break
         name = max(alone, key=lambda name: alone[name] / max(1, sizes[name]))
-        changed = replan([*kept, name])
-        limit = (1 - required[name]) * remaining
-        without = noise.noise_of(changed, limit)
+        with at("layer", name):
+            changed = replan([*kept, name])
+            limit = (1 - required[name]) * remaining
+            without = noise.noise_of(changed, limit)
         if changed.quantized and without < limit:
             kept[name] = (remaining - without) / total
             remaining, spare = without, spare - sizes[name]
@@ -298,7 +304,8 @@ class NoiseByLayer:
     def _rounded_weight(self, name: str, line: LayerPlan) -> Array:
         key = name, line.weight
         if key not in self._rounded:
-            self._rounded[key] = fake_quantize(self._model.weights[name], self._plan.weight_params(line))
+            with at("layer", name):
+                self._rounded[key] = fake_quantize(self._model.weights[name], self._plan.weight_params(line))
         return self._rounded[key]
 
 
@@ -309,8 +316,11 @@ def search_by_halves(
 
     ``share_of`` measures the share of several names together. Only groups with a large share are split into halves.
     """
-    share = share_of(names) if names else 0.0
-    if share < min_share or not names:
+    if not names:
+        return {}
+    with at("layer", names[0]) if len(names) == 1 else nullcontext():
+        share = share_of(names)
+    if share < min_share:
         return {}
     if len(names) == 1:
         return {names[0]: share}

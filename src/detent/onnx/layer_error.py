@@ -20,6 +20,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from detent.error_places import at
 from detent.kernels import error_sum
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx_model.files import copied
@@ -99,7 +100,8 @@ class IsolatedLayers:
             for i, recorded in record_in_parts(self._model, tensors, self._samples, self._budget):
                 for name, layer in self._layers.items():
                     if layer.data in recorded:
-                        self._inputs[i][name] = part_of(layer, recorded[layer.data], self.count)
+                        with at("layer", name):
+                            self._inputs[i][name] = part_of(layer, recorded[layer.data], self.count)
         return self._inputs[sample]
 
     def run(self, name: str, x: Array, weight: Array) -> Array:

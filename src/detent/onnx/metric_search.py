@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
+from detent.error_places import at
 from detent.errors import SpecError
 from detent.model_metric import MetricComparison, MetricLike, MetricResult
 from detent.onnx.decisions import Decisions
@@ -269,7 +270,7 @@ class _Search:
         while best is None or best[0] != path:
             names = [name for name in self._promising(layers) if best is None or self._size(layers, name) < best[1]]
             self._trials.prepare([layers | {name} for name in names])
-            meeting = [name for name in names if self.is_met(layers | {name})]
+            meeting = [name for name in names if self._is_met_with(layers, name)]
             if meeting:
                 name = min(meeting, key=lambda each: self._size(layers, each))
                 best = [*path, name], self._size(layers, name)
@@ -304,8 +305,15 @@ class _Search:
         noise, size = self._trials.noise(layers), self._trials.nbytes(layers)
         names = [each for each in self._candidates if each not in layers]
         names = [each for each in names if self._trials.is_quantized(layers | {each})]
-        gains = {each: noise - self._trials.noise(layers | {each}) for each in names}
+        gains: dict[str, float] = {}
+        for each in names:
+            with at("layer", each):
+                gains[each] = noise - self._trials.noise(layers | {each})
         return sorted(names, key=lambda each: -gains[each] / max(1, self._size(layers, each) - size))[:MAX_CANDIDATES]
+
+    def _is_met_with(self, layers: Layers, name: str) -> bool:
+        with at("layer", name):
+            return self.is_met(layers | {name})
 
     def _size(self, layers: Layers, name: str) -> int:
         return self._trials.nbytes(layers | {name})
@@ -314,8 +322,9 @@ class _Search:
         """Quantize layers again that are no longer needed, those with the most bytes first."""
         names = sorted(self.layers, key=lambda name: (self._trials.nbytes(self.layers - {name}), name))
         for name in names:
-            if self._saves(self.layers - {name}) and self.is_met(self.layers - {name}):
-                self._change(name)
+            with at("layer", name):
+                if self._saves(self.layers - {name}) and self.is_met(self.layers - {name}):
+                    self._change(name)
 
     def swap(self) -> bool:
         """Replace one or two layers in float by at most two cheaper ones; return whether there was such a swap."""

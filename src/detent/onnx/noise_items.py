@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from detent.error_places import at
 from detent.onnx.graph_plan import weight_params
 from detent.onnx.layer_error import Switch, SwitchableModel, output_noise
 from detent.onnx_model.targets import get_target
@@ -147,7 +148,8 @@ class _WorkerModel:
         """Return a quantized weight."""
         if (name, spec) not in self.weights:
             array = self.model.weights[name]
-            self.weights[name, spec] = fake_quantize(array, weight_params(array, QuantSpec.from_json(spec)))
+            with at("layer", name):
+                self.weights[name, spec] = fake_quantize(array, weight_params(array, QuantSpec.from_json(spec)))
         return self.weights[name, spec]
 
     def reference(self, sample: int) -> list[Array]:
