@@ -36,5 +36,5 @@ class at:  # noqa: N801 - used as a context manager function
 
 
 def place_of(error: BaseException) -> str:
-    """Return the layer or tensor that is stored in an exception, or "" if there is none."""
+    """Return the layer or tensor that is stored in an exception, or an empty text."""
     return str(vars(error).get(_KEY, ""))

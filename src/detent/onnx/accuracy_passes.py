@@ -795,8 +795,8 @@ class _PlanNoise:
             return None
 
     def _mean(self, graph_plan: GraphPlan) -> float:
-        known = (noise for measured, noise in self._noises if measured is graph_plan)
-        noise = next(known, None)
+        earlier = (noise for measured, noise in self._noises if measured is graph_plan)
+        noise = next(earlier, None)
         if noise is None:
             noise = fmean(_min_max_noise(graph_plan.with_fixed_inputs(), self._samples, self._memory_budget))
             self._noises.append((graph_plan, noise))

@@ -128,7 +128,7 @@ def _where(error: BaseException) -> str:
 
 
 def _argument_place(frame: FrameType) -> str:
-    """Describe the node, layer or tensor among a function's arguments; return "" if there is none."""
+    """Describe the node, layer or tensor among a function's arguments, or return an empty text."""
     code = frame.f_code
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     for name in filter(_ARGUMENTS.__contains__, arguments):
