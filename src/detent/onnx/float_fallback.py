@@ -115,7 +115,8 @@ class NoiseByLayer:
 
     The Q/DQ pair of an activation belongs to the layers that read the activation. If no layer reads it, the pair
     belongs to the layer that computes it. ``placements`` says which nodes read the quantized values, as in the file; by
-    default it is ``plan.placements()``. With a workspace, workers run the quantized model.
+    default it is ``plan.placements()``. With a workspace, workers run the quantized model. ``memory_budget`` limits the
+    bytes of the float outputs in memory.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class NoiseByLayer:
         samples: Sequence[Feed],
         workspace: Workspace | None = None,
         placements: Iterable[QuantizerPlacement] | None = None,
+        memory_budget: int | None = None,
     ) -> None:
         self.layers = [line.name for line in plan.quantized]
         self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
@@ -139,7 +141,8 @@ class NoiseByLayer:
         by_layer = {name: [name] for name in self._weights}
         self._model = SwitchableModel(plan.model, by_layer, switches, plan.target)
         self._outputs = [each for each in array_outputs(plan.model) if plan.graph.kind(each) in MEASURED_TYPES]
-        self._references = ReferenceOutputs(self._outputs, [self._run(feed, frozenset()) for feed in samples])
+        floats = (self._run(feed, frozenset()) for feed in samples)
+        self._references = ReferenceOutputs(self._outputs, floats, memory_budget)
         self._all = frozenset((*self.layers, *map(_flag, params)))  # a layer may have the name of a tensor
         for i, feed in enumerate(samples):
             outputs = self._run(feed, self._all)
@@ -151,7 +154,9 @@ class NoiseByLayer:
         # Workers compute the scales of weights themselves, but know nothing of scales that fit the data.
         if workspace is not None and self._outputs and samples and not plan.has_fitted_scales:
             model, names = workspace.add_model(plan.model), list(self._weights)
-            self._remote = RemoteNoise(workspace, model, names, switches, plan.target.name, self._outputs, samples)
+            self._remote = RemoteNoise(
+                workspace, model, names, switches, plan.target.name, self._outputs, samples, memory_budget
+            )
         if self._outputs and not self.count:
             _log.info("the noise at the outputs was not measured, because the shapes of all outputs depend on the data")
 
