@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from detent.array_store import concatenate, copies
 from detent.checks import as_number
 from detent.errors import DetentError, DtypeError, RangeError, ShapeError, SpecError, closest
 from detent.metrics import one_sided_95
@@ -153,6 +154,8 @@ class MetricComparison:
         float_outputs: outputs of the float model, one dict per batch.
         sizes: number of samples of each batch.
         labels: one entry per sample, or None.
+        memory_budget: limit on the bytes of the outputs that a metric gets; larger ones are in a temporary file, and
+            are read as needed. None for no limit.
 
     Raises:
         SpecError: the metric does not exist, or fails on the outputs of the float model.
@@ -170,8 +173,9 @@ class MetricComparison:
         float_outputs: Sequence[Mapping[str, Array]],
         sizes: Sequence[int],
         labels: Array | None = None,
+        memory_budget: int | None = None,
     ) -> None:
-        self._floats, self._sizes = list(float_outputs), list(sizes)
+        self._floats, self._sizes, self._budget = float_outputs, list(sizes), memory_budget
         self._labels = None if labels is None else split_labels(labels, sizes)
         self.metric = self._chosen(metric)
         self._everything = range(len(self._floats))
@@ -184,7 +188,11 @@ class MetricComparison:
             chosen = get_metric(metric)
             is_relative = chosen is BUILT_IN["top1"] and self._labels is None
             return replace(chosen, name="top1 agreement with float") if is_relative else chosen
-        return BUILT_IN["top1"] if self._labels is not None else _fitting(_first(_joined(self._floats)))
+        return (
+            BUILT_IN["top1"]
+            if self._labels is not None
+            else _fitting(_first(_joined(self._floats, None, self._budget)))
+        )
 
     def measure(self, outputs: Sequence[Mapping[str, Array]]) -> MetricResult:
         """Measure a quantized model by its outputs, one dict per batch."""
@@ -213,9 +221,23 @@ class MetricComparison:
 
     def _score(self, outputs: Sequence[Mapping[str, Array]], numbers: Sequence[int]) -> float:
         labels = None if self._labels is None else np.concatenate([self._labels[i] for i in numbers])
-        chosen, floats = ([each[i] for i in numbers] for each in (outputs, self._floats))
+        chosen, floats = (_Part(each, numbers) for each in (outputs, self._floats))
         separate = _varying(chosen) | _varying(floats)  # lists for both models, if one model's outputs vary
-        return self.metric.score(_joined(chosen, separate), _joined(floats, separate), labels)
+        outputs_of_part = _joined(chosen, separate, self._budget)
+        return self.metric.score(outputs_of_part, _joined(floats, separate, self._budget), labels)
+
+
+class _Part(Sequence[Mapping[str, Array]]):
+    """Some batches; their outputs may be in a file, and are read when a batch is accessed."""
+
+    def __init__(self, batches: Sequence[Mapping[str, Array]], numbers: Sequence[int]) -> None:
+        self._batches, self._numbers = batches, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - a batch; slices are not needed
+        return self._batches[self._numbers[index]]
 
 
 def split_labels(labels: Array, sizes: Sequence[int]) -> list[Array]:
@@ -232,21 +254,30 @@ def split_labels(labels: Array, sizes: Sequence[int]) -> list[Array]:
 
 def _varying(batches: Sequence[Mapping[str, Array]]) -> set[str]:
     """Return the names of outputs that cannot be joined along the first axis, because their other axes vary."""
-    shapes = {name: {each[name].shape[1:] if each[name].ndim else None for each in batches} for name in _names(batches)}
+    shapes: dict[str, set[tuple[int, ...] | None]] = {}
+    for batch in batches:
+        for name, each in batch.items():
+            shapes.setdefault(name, set()).add(each.shape[1:] if each.ndim else None)
     return {name for name, each in shapes.items() if len(each) > 1 or None in each}
 
 
-def _joined(batches: Sequence[Mapping[str, Array]], separate: Set[str] | None = None) -> dict[str, Output]:
+def _joined(
+    batches: Sequence[Mapping[str, Array]], separate: Set[str] | None = None, memory_budget: int | None = None
+) -> dict[str, Output]:
     """Join the outputs of batches along the first axis; those in ``separate``, by default ``_varying``, become lists.
 
     Lists have copies, so that a metric that works in place does not change the stored outputs.
     """
     separate = _varying(batches) if separate is None else separate
-    arrays = {name: [each[name] for each in batches] for name in _names(batches)}
-    return {
-        name: [each.copy() for each in parts] if name in separate else np.concatenate(parts)
-        for name, parts in arrays.items()
-    }
+    joined: dict[str, Output] = {}
+    for name in _names(batches):
+        parts = (each[name] for each in batches)
+        is_list = name in separate
+        joined[name] = output = copies(parts, memory_budget) if is_list else concatenate(parts, memory_budget)
+        if memory_budget is not None:
+            nbytes = sum(each.nbytes for each in output) if isinstance(output, list) else output.nbytes
+            memory_budget = max(0, memory_budget - nbytes)
+    return joined
 
 
 def _names(batches: Sequence[Mapping[str, Array]]) -> list[str]:

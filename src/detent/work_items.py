@@ -30,6 +30,7 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import Any, Generic, TypeVar
 
+from detent.error_places import place_of
 from detent.errors import DetentError, SpecError, WorkerError
 
 __all__ = ["Environment", "FileStamp", "WorkDone", "as_executor", "run_items", "worker_name"]
@@ -200,7 +201,8 @@ def _run_item(
     except DetentError as error:
         return _Outcome(name, error=error)
     except Exception as error:  # noqa: BLE001 - passed on to the driver
-        return _Outcome(name, error=WorkerError(f"worker {name} failed with {type(error).__name__}: {error}"))
+        where = f" at {place}" if (place := place_of(error)) else ""
+        return _Outcome(name, error=WorkerError(f"worker {name} failed{where} with {type(error).__name__}: {error}"))
 
 
 def as_executor(executor: object) -> Executor:

@@ -1,55 +1,280 @@
 """A bug in a pass becomes a DetentError with the pass and the node; errors of the caller are not changed."""
 
+import inspect
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import MappingProxyType, SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from onnx_graphs import Maker, conv_chain, images, rows
+from onnx import ModelProto, TensorProto, helper
+from onnx_graphs import Maker, conv_chain, images, rows, weights
 
 import detent as dt
 import detent.onnx as qo
-from detent.onnx import accuracy_passes, pipeline, quantized_graph
+from detent.observers import MSE, MinMax
+from detent.onnx import (
+    accuracy_passes,
+    fast_kernels,
+    float_fallback,
+    group_scales,
+    layer_error,
+    metric_search,
+    pipeline,
+    quantized_graph,
+    range_search,
+    smoothquant,
+    subgraph_ranges,
+)
+from detent.onnx.float_fallback import NoiseByLayer
+from detent.onnx.layer_error import IsolatedLayers, Probe
+from detent.onnx.metric_search import ModelTrials
 from detent.onnx.pass_errors import listening, running
+from detent.onnx_model.sessions import ort_errors
+
+
+class Case(NamedTuple):
+    """How to fail in a pass: in the first call of a function for which ``when`` is true; and the expected place."""
+
+    owner: object
+    function: str
+    place: str = ""
+    when: Callable[..., bool] = lambda *_, **__: True
+    model: Callable[[], ModelProto] = conv_chain
+    data: Sequence[dict] = tuple(images(2))
+    options: Mapping[str, object] = MappingProxyType({})
+    settings: tuple = ()  # attributes of modules
+
+
+def dense_chain():
+    m = Maker()
+    t = m.add("Relu", [m.matmul("x", 16, 32, name="fc1")])
+    t = m.add("Relu", [m.matmul(t, 32, 32, name="fc2")])
+    return m.model([("x", [1, 6, 16])], [m.matmul(t, 32, 4, name="fc3")])
+
+
+def joined():
+    """A Concat of a float tensor and a tensor behind a Resize."""
+    m = Maker()
+    fine = m.add("Relu", [m.conv("x", 8, 16, name="first")])
+    coarse = m.add("Relu", [m.conv(fine, 16, 16, strides=[2, 2], name="second")])
+    scales = m.constant(np.float32([1, 1, 2, 2]))
+    t = m.add("Concat", [fine, m.add("Resize", [coarse, "", scales], mode="linear")], axis=1)
+    return m.model([("x", [2, 8, 8, 8])], [m.conv(t, 32, 4, name="last")])
+
+
+def resized():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 64, name="first")])
+    t = m.add("Resize", [m.conv(t, 64, 64, name="second"), "", m.constant(np.float32([1, 1, 2, 2]))], mode="linear")
+    return m.model([("x", [1, 8, 8, 8])], [m.add("Sigmoid", [m.conv(t, 64, 1, 1, name="last")])])
+
+
+def looped():
+    m = Maker()
+    y = m.add("Loop", ["steps", m.constant(np.array(True)), m.matmul("x", 4, 4, name="fc0")], name="loop", body=body())
+    m.constant(weights(4, 4), "w")
+    return m.model([("x", [2, 4]), ("steps", [], TensorProto.INT64)], [y])
+
+
+def body():
+    nodes = [
+        helper.make_node("Identity", ["on"], ["on_out"], name="on"),
+        helper.make_node("MatMul", ["h", "w"], ["product"], name="fc"),
+        helper.make_node("Tanh", ["product"], ["next"], name="tanh"),
+    ]
+    inputs = [
+        helper.make_tensor_value_info("i", TensorProto.INT64, []),
+        helper.make_tensor_value_info("on", TensorProto.BOOL, []),
+        helper.make_tensor_value_info("h", TensorProto.FLOAT, None),
+    ]
+    outputs = [
+        helper.make_tensor_value_info("on_out", TensorProto.BOOL, []),
+        helper.make_tensor_value_info("next", TensorProto.FLOAT, None),
+    ]
+    return helper.make_graph(nodes, "body", inputs, outputs)
+
+
+STEPS = [{"x": each["x"][0, :2, :4].copy(), "steps": np.array(2)} for each in rows(2)]
+SINGLE, MANY = images(2, batch=1), images(8, batch=1)
+SKIPPED = {"skip": "second"}
+GOAL = {"max_drop": 0.0, "metric": lambda outputs: -float(np.abs(outputs[next(iter(outputs))]).mean())}
+NOISY = {
+    "settings": (
+        *((module, "NEGLIGIBLE_NOISE", 0.0) for module in (fast_kernels, float_fallback)),
+        *((fast_kernels, name, value) for name, value in (("ACCEPTED_NOISE", 0.0), ("MAX_WIDE_WORK", 1))),
+    )
+}
+NUMPY = SimpleNamespace(**{name: getattr(np, name) for name in ("minimum", "maximum", "inf", "isfinite")})
+
+
+def of(shape):
+    """Return a condition: the first argument is an array of this shape."""
+    return lambda x, *_, **__: np.shape(x) == shape
+
 
 PASSES = {
-    "load_model": "loading",
-    "to_normal_form": "preparing the model",
-    "plan": "planning",
-    "compare_outputs": "comparing outputs",
-    "save": "writing",
+    "loading": Case(pipeline, "load_model"),
+    "running the float model": Case(metric_search, "array_outputs", options={"metric": "cosine"}),
+    "preparing the model": Case(pipeline, "to_normal_form"),
+    "planning": Case(pipeline, "plan"),
+    "choosing kernels": Case(fast_kernels, "prod", "layer 'second'", lambda x: tuple(x) == (16, 16, 3, 3)),
+    "choosing samples": Case(accuracy_passes, "choose_samples"),
+    "equalization": Case(Probe, "run", "layer 'second'", lambda self, *_: self.layer.name == "second", data=images(8)),
+    "SmoothQuant": Case(smoothquant, "noise", "tensor 't4'", lambda x, _: x.shape[-1] == 4, dense_chain, rows(4)),
+    "choosing last layers": Case(float_fallback, "fake_quantize", "layer 'last'", of((1, 64, 1, 1)), resized, SINGLE),
+    "choosing joins": Case(float_fallback, "fake_quantize", "layer 'second'", of((16, 16, 3, 3)), joined),
+    "fitting group scales": Case(
+        group_scales, "_fitted", "layer 'fc2'", of((32, 32)), dense_chain, rows(4), {"recipe": "w4a16"}
+    ),
+    "calibration": Case(MSE, "observe", "tensor 't5'", lambda _, x: x.shape[1] == 4),
+    "calibration of subgraphs": Case(
+        NUMPY,
+        "minimum",
+        "layer 'loop/fc'",
+        model=looped,
+        data=STEPS,
+        options={"prefer": "speed"},
+        settings=((subgraph_ranges, "np", NUMPY),),
+    ),
+    "choosing ranges": Case(IsolatedLayers, "run", "layer 'second'", lambda _, name, *__: name == "second"),
+    "measuring noise at the outputs": Case(float_fallback, "fake_quantize", "layer 'second'", of((16, 16, 3, 3))),
+    "searching ranges": Case(range_search, "range_params", "tensor 't4'", lambda x, *_: x.tensor == "t4", data=MANY),
+    "calibration of all layers": Case(
+        MinMax, "observe", "tensor 't5'", lambda _, x: x.shape[1] == 4, data=MANY, options=SKIPPED
+    ),
+    "searching ranges of all layers": Case(
+        range_search, "range_params", "tensor 't4'", lambda x, *_: x.tensor == "t4", data=MANY, options=SKIPPED
+    ),
+    "choosing weight bits": Case(
+        NoiseByLayer, "noise_with", "layer 'second'", lambda _, x: [*x] == ["second"], **NOISY
+    ),
+    "float fallback": Case(NoiseByLayer, "noise", "layer 'second'", lambda _, x, *__: [*x] == ["second"], **NOISY),
+    "bias correction": Case(IsolatedLayers, "run", "layer 'second'", lambda _, name, *__: name == "second"),
+    "choosing weight scales": Case(quantized_graph, "_widened", "layer 'last'", lambda _, x, *__: x.shape == (4,)),
+    "evaluating bias correction": Case(quantized_graph, "stored_codes", "layer 'second'", of((16, 16, 3, 3))),
+    "meeting max_drop": Case(ModelTrials, "noise", "layer 'second'", lambda _, x: "second" in x, options=GOAL),
+    "rewriting": Case(quantized_graph, "stored_codes", "layer 'second'", of((16, 16, 3, 3))),
+    "measuring the metric": Case(metric_search, "make_session", options={"metric": "cosine"}),
+    "comparing outputs": Case(pipeline, "compare_outputs"),
+    "writing": Case(pipeline, "save"),
 }
-ACCURACY_PASSES = {
-    "calibrate_groups": "calibration",
-    "choose_clipped": "choosing ranges",
-    "multiplications": "choosing kernels",
-    "choose_samples": "choosing samples",
-    "NoiseByLayer": "measuring noise at the outputs",
-    "choose_wide": "choosing weight bits",
-    "choose_float": "float fallback",
-    "corrected_biases": "bias correction",
-    "layer_decisions": "choosing weight scales",
-    "rewrite": "evaluating bias correction",
-}
+
+
+RUNS_THE_MODEL = [
+    title
+    for title, case in PASSES.items()
+    # Observers change the message, and without the margin of all layers, that of the remaining ones is searched.
+    if case.place and case.function != "observe" and title != "searching ranges of all layers"
+]
+
+
+def as_ours(function):
+    """Return the function as if it were code of detent."""
+    own = {**function.__globals__, "__name__": "detent.made_by_a_test"}
+    return type(function)(function.__code__, own, closure=function.__closure__)
 
 
 def broken(*_, **__):
     return {}["t1"]
 
 
-def as_ours(function):
-    """Return the function as if it were code of detent."""
-    return type(function)(function.__code__, {**function.__globals__, "__name__": "detent.made_by_a_test"})
+@pytest.fixture
+def current(monkeypatch):
+    """Return a list whose last entry is the name of the current pass."""
+    names = []
+
+    @contextmanager
+    def named(name):
+        names.append(name)
+        with running(name):
+            yield
+
+    for module in (accuracy_passes, pipeline):
+        monkeypatch.setattr(module, "running", named)
+    return names
 
 
-@pytest.mark.parametrize("name", [*PASSES, *ACCURACY_PASSES])
-def test_a_bug_names_its_pass(name, monkeypatch, tmp_path):
-    monkeypatch.setattr(pipeline if name in PASSES else accuracy_passes, name, as_ours(broken))
-    title = (PASSES | ACCURACY_PASSES)[name]
-    with pytest.raises(dt.DetentError, match=f"{title} failed with KeyError: 't1'. This is a bug") as caught:
-        qo.quantize(conv_chain(), tmp_path / "q.onnx", images(2), progress=False)
+def fail(monkeypatch, current, title, case, error):
+    """Raise an error in a pass."""
+    original = getattr(case.owner, case.function)
+
+    def failing(*args, **options):
+        if current[-1] == title and case.when(*args, **options):
+            raise error
+        return original(*args, **options)
+
+    monkeypatch.setattr(case.owner, case.function, as_ours(failing))
+    for setting in case.settings:
+        monkeypatch.setattr(*setting)
+
+
+@pytest.mark.parametrize("title", PASSES)
+def test_a_bug_names_its_pass_and_the_layer(title, current, monkeypatch, tmp_path):
+    case = PASSES[title]
+    fail(monkeypatch, current, title, case, KeyError("t1"))
+    where = f" at {case.place}" if case.place else ""
+    with pytest.raises(dt.DetentError, match=f"^{title} failed{where} with KeyError: 't1'. This is a bug") as caught:
+        qo.quantize(case.model(), tmp_path / "q.onnx", case.data, progress=False, **case.options)
     assert isinstance(caught.value.__cause__, KeyError)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("title", RUNS_THE_MODEL)
+def test_an_error_of_onnx_runtime_names_the_pass_and_the_layer(title, current, monkeypatch, tmp_path):
+    case = PASSES[title]
+    error = dt.UnsupportedError("ONNX Runtime failed to run the model: no")
+    error.__cause__ = RuntimeError("no")
+    fail(monkeypatch, current, title, case, error)
+    with pytest.raises(dt.UnsupportedError) as caught:
+        qo.quantize(case.model(), tmp_path / "q.onnx", case.data, progress=False, **case.options)
+    assert str(caught.value) == f"while {title} at {case.place}: ONNX Runtime failed to run the model: no"
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_every_pass_has_a_row():
+    sources = "".join(inspect.getsource(module) for module in (accuracy_passes, pipeline))
+    assert set(re.findall(r'running\("([^"]+)"\)', sources)) == set(PASSES)
+
+
+def test_an_error_that_concerns_all_layers_names_no_layer(monkeypatch):
+    monkeypatch.setattr(layer_error, "record_in_parts", as_ours(broken))
+    with pytest.raises(dt.DetentError, match="choosing ranges failed with KeyError"):
+        qo.decide(conv_chain(), images(2), progress=False)
+
+
+def test_the_argument_of_a_function_is_named_if_nothing_else_is():
+    def fail(layer):
+        for tensor in ("x", "y"):  # a local variable, which may be stale
+            del tensor
+        return {}[layer.data]
+
+    with pytest.raises(dt.DetentError, match="planning failed at layer 'fc1' with KeyError"), running("planning"):
+        as_ours(fail)(SimpleNamespace(name="fc1", data="x"))
+
+
+def test_a_bug_in_a_worker_names_the_pass_and_the_layer(monkeypatch, tmp_path):
+    qo.save(conv_chain(), tmp_path / "m.onnx")
+    monkeypatch.setattr(Probe, "run", as_ours(broken))
+    expected = r"^while equalization: worker \S+ failed at layer 'second' with KeyError: 't1'"
+    with ThreadPoolExecutor(2) as executor, pytest.raises(dt.WorkerError, match=expected):
+        qo.decide(tmp_path / "m.onnx", images(8), progress=False, executor=executor, work_directory=tmp_path)
+
+
+def test_an_error_of_onnx_runtime_in_a_worker_names_the_pass(monkeypatch, tmp_path):
+    def run(self, x, weight):
+        with ort_errors():
+            raise RuntimeError("no")
+
+    qo.save(conv_chain(), tmp_path / "m.onnx")
+    monkeypatch.setattr(Probe, "run", run)
+    expected = "^while equalization at layer 'second': ONNX Runtime failed to run the model: no"
+    with ThreadPoolExecutor(2) as executor, pytest.raises(dt.UnsupportedError, match=expected):
+        qo.decide(tmp_path / "m.onnx", images(8), progress=False, executor=executor, work_directory=tmp_path)
 
 
 def test_a_bug_in_the_last_rewrite(monkeypatch, tmp_path):

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 from detent import storage
 from detent.checks import as_integer, known_length
 from detent.codec import parse, reading, table
+from detent.error_places import at
 from detent.errors import DetentError, DtypeError, FileFormatError, NotCalibratedError, ShapeError, StateError
 from detent.observers.observer import Observer
 from detent.tables import counted
@@ -138,7 +139,8 @@ def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, is_si
             )
     for name, observer in observers.items():
         try:
-            observer.observe(batch if is_single else batch[name])  # type: ignore[arg-type, call-overload, index]
+            with at("tensor", name):
+                observer.observe(batch if is_single else batch[name])  # type: ignore[arg-type, call-overload, index]
         except DetentError as error:
             raise type(error)(f"{'' if is_single else f'{name!r} in '}batch {number}: {error}") from error
 

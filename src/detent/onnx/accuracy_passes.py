@@ -32,7 +32,7 @@ with all layers quantized. Otherwise, skipping one more layer could change them:
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import exp, inf, log, sqrt
@@ -252,7 +252,7 @@ def decide_with_data(
     reject_empty(graph_plan)
     groups = _tensor_groups(graph_plan, batches, run)  # fails early if the budget is too small
     with running("choosing samples"):
-        batches, survey, chosen = _survey(graph_plan.model, batches, run.workspace)
+        batches, survey, chosen = _survey(graph_plan.model, batches, run.workspace, run.memory_budget)
         # If batches are not cut, a whole batch is a sample.
         total = sum(work.values()) + recurrent_multiplications(graph_plan.graph, batches.check_first())
         per_sample = total * samples_in(chosen[0]) / samples_in(batches.check_first())
@@ -276,7 +276,7 @@ def decide_with_data(
     choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run, find)
     facts = replace(facts, data=calibration.fingerprint, equalized=changes.equalized, smoothed=changes.smoothed)
     assembly = _Assembly(facts, calibration, choice.ranges)
-    decisions, biases = _with_biases(assembly, choice.plan, isolated, samples, options, original)
+    decisions, biases = _with_biases(assembly, choice.plan, isolated, samples, options, original, run.memory_budget)
     steps = (*changes.steps, *fitted, *choice.steps)
     for step in steps:
         _log.info("%s", step)
@@ -289,7 +289,7 @@ def decide_with_data(
             params = assembly.without_layers(choice.unkept_plan).tensor_params()
             biases |= corrected_biases(choice.unkept_plan, params, isolated, len(samples.fitted))
         replan = partial(_with_float, choice.unkept_plan, work, options, set(calibration.ranges), choice.kept)
-        return _meet_goal(decided, choice, replace(assembly, biases=biases), replan, original, goal, run.workspace)
+        return _meet_goal(decided, choice, replace(assembly, biases=biases), replan, original, goal, run)
 
 
 class _Variants(NamedTuple):
@@ -381,14 +381,14 @@ def _unskipped_factors(
 
 
 def _survey(
-    model: ModelProto, batches: Batches, workspace: Workspace | None
+    model: ModelProto, batches: Batches, workspace: Workspace | None, memory_budget: int | None
 ) -> tuple[Batches, Survey | None, tuple[Feed, ...]]:
     """Choose samples. With a workspace, workers read the data; then the batches are in files, with facts about them."""
     if workspace is None:
-        return batches, None, choose_samples(model, batches)
+        return batches, None, choose_samples(model, batches, memory_budget)
     batches = workspace.in_files(batches)
     survey = survey_data(workspace, workspace.add_model(model), batches)
-    return batches, survey, choose_surveyed(model, batches, survey.facts)
+    return batches, survey, choose_surveyed(model, batches, survey.facts, memory_budget)
 
 
 def _with_own_ranges(
@@ -410,6 +410,7 @@ def _with_biases(
     samples: Samples,
     options: Options,
     original: LoadedModel,
+    memory_budget: int | None,
 ) -> tuple[Decisions, dict[str, CorrectedBias]]:
     """Return the decisions of a plan, and its corrected biases if they lower the noise at the outputs."""
     decisions = assembly.without_layers(graph_plan)
@@ -423,7 +424,8 @@ def _with_biases(
     if biases and options.is_measured:
         with running("evaluating bias correction"):
             plain = replace(decisions, layers=layer_decisions(graph_plan, tensor_params, {}))
-            decisions = _less_noise(plain, decisions, graph_plan.model, samples.evaluated, partial(rewrite, original))
+            model, rewritten = graph_plan.model, partial(rewrite, original)
+            decisions = _less_noise(plain, decisions, model, samples.evaluated, rewritten, memory_budget)
             biases = {} if decisions is plain else biases
     return decisions, biases
 
@@ -458,12 +460,14 @@ def _meet_goal(
     replan: Callable[[Collection[str]], GraphPlan],
     original: LoadedModel,
     goal: MetricGoal,
-    workspace: Workspace | None,
+    run: RunOptions,
 ) -> Decided:
     """Keep more layers in float until the drop of the metric is within the limit."""
     samples = decided.samples[:MIN_COMPARED]
     placements = choice.unkept_plan.placements(assembly.calibration.ranges)
-    noise = choice.noise or NoiseByLayer(choice.unkept_plan, choice.ranges.params, samples, workspace, placements)
+    noise = choice.noise or NoiseByLayer(
+        choice.unkept_plan, choice.ranges.params, samples, run.workspace, placements, run.memory_budget
+    )
     trials = ModelTrials(goal, replan, assembly.decisions, partial(rewrite, original), noise)
     start = frozenset(choice.kept)
     trials.measure(start, decided.decisions)
@@ -563,7 +567,7 @@ def _choose_quantizers(
         return _Choice(graph_plan, ranges, graph_plan)
     can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
     with running("measuring noise at the outputs"):
-        noise = NoiseByLayer(graph_plan, ranges.params, samples.compared, run.workspace, placements)
+        noise = NoiseByLayer(graph_plan, ranges.params, samples.compared, run.workspace, placements, run.memory_budget)
     if clipped is not None:
         fixed = _fixed_groups(noise, graph_plan, placements)
         margin = find_margin() if any(each.group not in fixed for each in placements) else None
@@ -594,7 +598,10 @@ def _choose_quantizers(
         if clipped is None or current.largest_noise_of(graph_plan) > MAX_REPEATED_NOISE:
             break
         with running("searching ranges again"):  # without the noise of these layers, other ranges may be better
-            current = NoiseByLayer(graph_plan, ranges.of(placements), samples.compared, run.workspace, placements)
+            params = ranges.of(placements)
+            current = NoiseByLayer(
+                graph_plan, params, samples.compared, run.workspace, placements, run.memory_budget
+            )
             searched = _searched_ranges(
                 current, graph_plan, placements, calibration, clipped, samples, run.memory_budget, None
             )
@@ -662,7 +669,7 @@ def _unskipped_margin(
         with running("searching ranges of all layers"):
             placements = graph_plan.placements(calibration.ranges)
             params = choose_params(placements, calibration, ())
-            noise = NoiseByLayer(graph_plan, params, samples.compared, run.workspace, placements)
+            noise = NoiseByLayer(graph_plan, params, samples.compared, run.workspace, placements, run.memory_budget)
             none = frozenset[str]()
             ranges = _searched_ranges(
                 noise, graph_plan, placements, calibration, none, samples, run.memory_budget, None
@@ -815,8 +822,8 @@ class _PlanNoise:
             return None
 
     def _mean(self, graph_plan: GraphPlan) -> float:
-        known = (noise for measured, noise in self._noises if measured is graph_plan)
-        noise = next(known, None)
+        earlier = (noise for measured, noise in self._noises if measured is graph_plan)
+        noise = next(earlier, None)
         if noise is None:
             noise = fmean(_min_max_noise(graph_plan.with_fixed_inputs(), self._samples, self._memory_budget))
             self._noises.append((graph_plan, noise))
@@ -885,7 +892,8 @@ def _min_max_noise(graph_plan: GraphPlan, samples: Sequence[Feed], memory_budget
     groups = None if memory_budget is None else tensor_groups(graph_plan, batches, memory_budget)
     calibration = calibrate_groups(graph_plan, batches, groups, "minmax", False, None, tuple(samples))
     placements = graph_plan.placements(calibration.ranges)
-    noise = NoiseByLayer(graph_plan, choose_params(placements, calibration, ()), samples, None, placements)
+    params = choose_params(placements, calibration, ())
+    noise = NoiseByLayer(graph_plan, params, samples, None, placements, memory_budget)
     outputs = max(noise.count, 1) / len(samples)
     return [each / outputs for each in noise.sample_noises()]
 
@@ -896,19 +904,21 @@ def _less_noise(
     model: ModelProto,
     samples: Sequence[Feed],
     rewritten: Callable[[Decisions], ModelProto],
+    memory_budget: int | None,
 ) -> Decisions:
     """Return whichever decisions give less noise at the outputs, or ``corrected`` if the noise is equal."""
     names = array_outputs(model)
     if not names:
         return corrected
-    references = ReferenceOutputs(names, _outputs(model, names, samples))
+    references = ReferenceOutputs(names, _outputs(model, names, samples), memory_budget)
     noises: list[float] = []
     for decisions in (corrected, plain):
-        outputs = _outputs(rewritten(decisions), names, samples)
-        if not noises:
-            for i, each in enumerate(outputs):
-                references.leave_out(i, each)
-        noises.append(sum(sum(references.noise(i, each)) for i, each in enumerate(outputs)))
+        by_sample: list[float] = []
+        for i, outputs in enumerate(_outputs(rewritten(decisions), names, samples)):
+            if not noises:
+                references.leave_out(i, outputs)
+            by_sample.append(sum(references.noise(i, outputs)))
+        noises.append(sum(by_sample))
     if noises[1] < noises[0]:
         _log.info(
             "bias correction was not applied, because it would raise the noise at the outputs by %.0f %%",
@@ -918,10 +928,12 @@ def _less_noise(
     return corrected
 
 
-def _outputs(model: ModelProto, names: Sequence[str], samples: Sequence[Feed]) -> list[list[NDArray[Any]]]:
+def _outputs(model: ModelProto, names: Sequence[str], samples: Sequence[Feed]) -> Iterator[list[NDArray[Any]]]:
     session = make_session(model)
-    with ort_errors():
-        return [session.run(names, feed) for feed in samples]
+    for feed in samples:
+        with ort_errors():
+            outputs = session.run(names, feed)
+        yield outputs
 
 
 def reject_empty(graph_plan: GraphPlan) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from detent.error_places import at
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.layer_error import IsolatedLayers
 from detent.ops import fake_quantize
@@ -44,7 +45,10 @@ def corrected_biases(
     if not lines:
         return {}
     weights = {name: plan.graph.array(layer.weight) for name, layer in layers.items()}
-    rounded = {name: fake_quantize(weights[name], plan.weight_params(line)) for name, line in lines.items()}
+    rounded: dict[str, Array] = {}
+    for name, line in lines.items():
+        with at("layer", name):
+            rounded[name] = fake_quantize(weights[name], plan.weight_params(line))
     shifts: dict[str, list[Array]] = {}  # mean errors, by layer
     ranges: dict[str, tuple[float, float]] = {}
     for sample in range(samples):
@@ -53,14 +57,15 @@ def corrected_biases(
             x, incoming = inputs[name], params.get(layers[name].data)
             if not x.size:  # for example, no row was selected in this sample
                 continue
-            quantized = x if incoming is None else fake_quantize(x, incoming)
-            if incoming is None:
-                lo, hi = ranges.get(name, (np.inf, -np.inf))
-                ranges[name] = min(lo, float(x.min())), max(hi, float(x.max()))
-            error = isolated.run(name, x, weights[name]) - isolated.run(name, quantized, rounded[name])
-            axis = CHANNEL_AXES[lines[name].type] % error.ndim
-            mean = error.mean(axis=tuple(i for i in range(error.ndim) if i != axis), dtype=np.float64)
-            shifts.setdefault(name, []).append(mean)
+            with at("layer", name):
+                quantized = x if incoming is None else fake_quantize(x, incoming)
+                if incoming is None:
+                    lo, hi = ranges.get(name, (np.inf, -np.inf))
+                    ranges[name] = min(lo, float(x.min())), max(hi, float(x.max()))
+                error = isolated.run(name, x, weights[name]) - isolated.run(name, quantized, rounded[name])
+                axis = CHANNEL_AXES[lines[name].type] % error.ndim
+                mean = error.mean(axis=tuple(i for i in range(error.ndim) if i != axis), dtype=np.float64)
+                shifts.setdefault(name, []).append(mean)
     biases = {}
     for name, means in shifts.items():
         shift, bias = np.mean(means, axis=0), layers[name].bias

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from detent import observers as core
+from detent.error_places import at
 from detent.errors import NotCalibratedError, SpecError
 from detent.observers import MinMax, Observer
 from detent.onnx.calibration_items import Survey, observe_on_executor, survey_data
@@ -297,7 +298,8 @@ def activation_params(placement: QuantizerPlacement, calibration: Calibration, *
     """
     key = placement, clipped
     if key not in calibration._params:
-        calibration._params[key] = _activation_params(placement, calibration, clipped=clipped)
+        with at("tensor", placement.tensor):
+            calibration._params[key] = _activation_params(placement, calibration, clipped=clipped)
     return calibration._params[key]
 
 
@@ -425,11 +427,12 @@ def _better_clipped(
         inputs = isolated.inputs(sample)
         for tensor, params in candidates.items():
             for name in readers[tensor]:
-                x, weight = inputs[name], weights[name]
-                reference = isolated.run(name, x, weight)
-                powers[name] += power(reference)
-                both = [noise(reference, isolated.run(name, fake_quantize(x, each), weight)) for each in params]
-                noises[tensor, name] += both
+                with at("layer", name):
+                    x, weight = inputs[name], weights[name]
+                    reference = isolated.run(name, x, weight)
+                    powers[name] += power(reference)
+                    both = [noise(reference, isolated.run(name, fake_quantize(x, each), weight)) for each in params]
+                    noises[tensor, name] += both
     errors = {tensor: np.zeros(2) for tensor in candidates}
     for (tensor, name), each_range in noises.items():
         errors[tensor] += each_range / max(powers[name], 1e-30)

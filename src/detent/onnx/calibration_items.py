@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 from onnx import ModelProto
 
+from detent.error_places import at
 from detent.errors import WorkerError
 from detent.observers import Observer
 from detent.observers.passes import ProgressBar, ResumableRun, batch_checksum, check_observed, reporter
@@ -110,7 +111,8 @@ def _observe(item: _ObserveItem) -> tuple[dict[str, bytes], int]:
     checksum = 0
     for number, tensors in enumerate(stream, 1):
         for name, observer in observers.items():
-            observer.observe(tensors[name])
+            with at("tensor", name):
+                observer.observe(tensors[name])
         if item.has_checksum and number == len(item.digests):
             checksum = batch_checksum(tensors, observers, is_single=False)
     return {name: observer.to_bytes() for name, observer in observers.items()}, checksum

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
 from detent.channel_factors import MAX_REMAINING_NOISE, MIN_CHANNEL_VALUES, STRENGTHS, equalization_factors
+from detent.error_places import at
 from detent.errors import SpecError
 from detent.granularity import PerAxis
 from detent.onnx.decisions import Equalized
@@ -129,9 +130,10 @@ def compare_strengths(
     strengths: list[Strength | None] = []
     for each in tensors:
         observed, best = channels.pop(each.tensor), None
-        if observed.count >= MIN_CHANNEL_VALUES:
-            readers = [_Reader.of(layers[name], graph, specs) for name, *specs in each.readers]
-            best = _best_strength(readers, observed)
+        with at("tensor", each.tensor):
+            if observed.count >= MIN_CHANNEL_VALUES:
+                readers = [_Reader.of(layers[name], graph, specs) for name, *specs in each.readers]
+                best = _best_strength(readers, observed)
         strengths.append(best)
     return strengths
 
@@ -142,18 +144,23 @@ def apply(model: ModelProto, equalized: Sequence[Equalized]) -> ModelProto:
         return model
     graph = Graph(model)
     for each in equalized:
-        between = _checked(graph, each)
-        maker = between.maker
-        weights = {graph.node_name(node): graph.array(node.input[1]) for node in _nodes(between)}
-        changed = _changed_weights(graph, between, each.factors, weights)
-        bias = maker.input[2] if len(maker.input) > 2 else ""
-        for node, weight in changed:
-            graph.set_input(node, 1, graph.add_constant(f"{node.input[1]}_equalized", weight))
-            if node is maker and bias:
-                shifted = np.asarray(graph.array(bias) * _inverse(each.factors), np.float32)
-                graph.set_input(maker, 2, graph.add_constant(f"{bias}_equalized", shifted))
+        with at("tensor", each.tensor):
+            _apply(graph, each)
     graph.drop_unread()
     return graph.finish()
+
+
+def _apply(graph: Graph, decision: Equalized) -> None:
+    between = _checked(graph, decision)
+    maker = between.maker
+    weights = {graph.node_name(node): graph.array(node.input[1]) for node in _nodes(between)}
+    changed = _changed_weights(graph, between, decision.factors, weights)
+    bias = maker.input[2] if len(maker.input) > 2 else ""
+    for node, weight in changed:
+        graph.set_input(node, 1, graph.add_constant(f"{node.input[1]}_equalized", weight))
+        if node is maker and bias:
+            shifted = np.asarray(graph.array(bias) * _inverse(decision.factors), np.float32)
+            graph.set_input(maker, 2, graph.add_constant(f"{bias}_equalized", shifted))
 
 
 def _checked(graph: Graph, decision: Equalized) -> _Between:
@@ -242,8 +249,9 @@ def _observed_channels(
     channels = {each.tensor: _Channels() for each in tensors}
     for _, recorded in record_in_parts(model, channels, samples, memory_budget):
         for tensor, readers in tensors:
-            if tensor in recorded and recorded[tensor].size:
-                channels[tensor].observe(recorded[tensor], [layers[name] for name, *_ in readers], len(samples))
+            with at("tensor", tensor):
+                if tensor in recorded and recorded[tensor].size:
+                    channels[tensor].observe(recorded[tensor], [layers[name] for name, *_ in readers], len(samples))
     return channels
 
 
@@ -276,7 +284,10 @@ def _best_strength(readers: Sequence[_Reader], channels: _Channels) -> Strength 
     probes = [Probe(reader.layer) for reader in readers]
     data = list(zip(*channels.parts, strict=True))  # indexed by reader, then by sample
     runs = zip(probes, readers, data, strict=True)
-    references = [[probe.run(x, reader.weight) for x in parts] for probe, reader, parts in runs]
+    references: list[list[Array]] = []
+    for probe, reader, parts in runs:
+        with at("layer", reader.layer.name):
+            references.append([probe.run(x, reader.weight) for x in parts])
     powers = [mean_power(outputs) for outputs in references]
     shape = [1, -1, *(1,) * (data[0][0].ndim - 2)]
 
@@ -286,12 +297,13 @@ def _best_strength(readers: Sequence[_Reader], channels: _Channels) -> Strength 
         for reader, probe, parts, expected, power in zip(readers, probes, data, references, powers, strict=True):
             if reader.weight_spec is None or reader.input_spec is None:
                 continue
-            params = QuantParams.from_range(reader.input_spec, lo, hi, dtype="float32")
-            scaled_weight = _columns(reader.layer.node, reader.weight, factors)
-            rounded = fake_quantize(scaled_weight, weight_params(scaled_weight, reader.weight_spec))
-            for i in samples:
-                scaled = (parts[i] / factors.reshape(shape)).astype(np.float32)
-                total += noise(expected[i], probe.run(fake_quantize(scaled, params), rounded)) / power
+            with at("layer", reader.layer.name):
+                params = QuantParams.from_range(reader.input_spec, lo, hi, dtype="float32")
+                scaled_weight = _columns(reader.layer.node, reader.weight, factors)
+                rounded = fake_quantize(scaled_weight, weight_params(scaled_weight, reader.weight_spec))
+                for i in samples:
+                    scaled = (parts[i] / factors.reshape(shape)).astype(np.float32)
+                    total += noise(expected[i], probe.run(fake_quantize(scaled, params), rounded)) / power
         return total
 
     every = range(len(channels.parts))

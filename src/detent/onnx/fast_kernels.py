@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
+from detent.error_places import at
 from detent.onnx.float_fallback import NEGLIGIBLE_NOISE, NoiseByLayer, search_by_halves
 from detent.onnx.graph_plan import NO_KERNEL, GraphPlan, LayerPlan, Preference
 from detent.onnx_model.graph import Graph, interpolates, reads, subgraphs
@@ -69,9 +70,10 @@ def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:
     shapes = tensor_shapes(plan.model, list(dict.fromkeys((*tensors.values(), *rows))), feed)
     counts = {line.name: 0.0 for line in plan.quantized}
     for name, layer in layers.items():
-        axis = 0 if is_spread[name] else layer.axis
-        per_value = shapes[layer.data][-1] if layer.second else prod(layer.shape) / layer.shape[axis]
-        counts[name] = float(prod(shapes[tensors[name]]) * per_value)
+        with at("layer", name):
+            axis = 0 if is_spread[name] else layer.axis
+            per_value = shapes[layer.data][-1] if layer.second else prod(layer.shape) / layer.shape[axis]
+            counts[name] = float(prod(shapes[tensors[name]]) * per_value)
     return counts
 
 
@@ -222,7 +224,8 @@ def choose_wide(noise: NoiseByLayer, plan: GraphPlan, work: Mapping[str, float])
     for name in sorted(gains, key=lambda name: -gains[name] / (work[name] + 1)):
         if work[name] > spare or remaining <= ACCEPTED_NOISE * wide:
             continue
-        without = noise.noise_with({each: _wide(lines[each]) for each in (*chosen, name)})
+        with at("layer", name):
+            without = noise.noise_with({each: _wide(lines[each]) for each in (*chosen, name)})
         if remaining - without >= MIN_GAIN * narrow:
             chosen[name], remaining = (remaining - without) / narrow, without
             spare -= work[name]

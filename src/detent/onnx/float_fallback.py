@@ -21,6 +21,7 @@ of layers are measured first, and only noisy groups are split further.
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from math import inf
 from statistics import fmean
 from typing import Any
@@ -29,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+from detent.error_places import at
 from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.graph_plan import GraphPlan, LayerPlan
 from detent.onnx.layer_error import ReferenceOutputs, Switch, SwitchableModel
@@ -84,14 +86,18 @@ def choose_float(
     while len(kept) + len(earlier) < MAX_LAYERS and remaining > NEGLIGIBLE_NOISE * noise.count:
         excluded = rejected | set(kept)
         worst = [name for name in noise.worst(MIN_NOISE_SHARE, kept) if name not in excluded and sizes[name] < spare]
-        alone = {name: noise.noise([name]) for name in worst}  # now measured on all samples
+        alone: dict[str, float] = {}
+        for name in worst:
+            with at("layer", name):
+                alone[name] = noise.noise([name])  # now measured on all samples
         alone = {name: each for name, each in alone.items() if each >= MIN_NOISE_SHARE * remaining}
         if not alone:
             break
         name = max(alone, key=lambda name: alone[name] / max(1, sizes[name]))
-        changed = replan([*earlier, *kept, name])
-        limit = (1 - required[name]) * remaining
-        without = noise.noise_of(changed, limit)
+        with at("layer", name):
+            changed = replan([*earlier, *kept, name])
+            limit = (1 - required[name]) * remaining
+            without = noise.noise_of(changed, limit)
         if changed.quantized and without < limit:
             kept[name] = (remaining - without) / total
             remaining, spare = without, spare - sizes[name]
@@ -115,7 +121,8 @@ class NoiseByLayer:
 
     The Q/DQ pair of an activation belongs to the layers that read the activation. If no layer reads it, the pair
     belongs to the layer that computes it. ``placements`` says which nodes read the quantized values, as in the file; by
-    default it is ``plan.placements()``. With a workspace, workers run the quantized model.
+    default it is ``plan.placements()``. With a workspace, workers run the quantized model. ``memory_budget`` limits the
+    bytes of the float outputs in memory.
     """
 
     def __init__(
@@ -125,6 +132,7 @@ class NoiseByLayer:
         samples: Sequence[Feed],
         workspace: Workspace | None = None,
         placements: Iterable[QuantizerPlacement] | None = None,
+        memory_budget: int | None = None,
     ) -> None:
         self.layers = [line.name for line in plan.quantized]
         self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
@@ -139,7 +147,8 @@ class NoiseByLayer:
         by_layer = {name: [name] for name in self._weights}
         self._model = SwitchableModel(plan.model, by_layer, switches, plan.target)
         self._outputs = [each for each in array_outputs(plan.model) if plan.graph.kind(each) in MEASURED_TYPES]
-        self._references = ReferenceOutputs(self._outputs, [self._run(feed, frozenset()) for feed in samples])
+        floats = (self._run(feed, frozenset()) for feed in samples)
+        self._references = ReferenceOutputs(self._outputs, floats, memory_budget)
         self._all = frozenset((*self.layers, *map(_flag, params)))  # a layer may have the name of a tensor
         for i, feed in enumerate(samples):
             outputs = self._run(feed, self._all)
@@ -151,7 +160,9 @@ class NoiseByLayer:
         # Workers compute the scales of weights themselves, but know nothing of scales that fit the data.
         if workspace is not None and self._outputs and samples and not plan.has_fitted_scales:
             model, names = workspace.add_model(plan.model), list(self._weights)
-            self._remote = RemoteNoise(workspace, model, names, switches, plan.target.name, self._outputs, samples)
+            self._remote = RemoteNoise(
+                workspace, model, names, switches, plan.target.name, self._outputs, samples, memory_budget
+            )
         if self._outputs and not self.count:
             _log.info("the noise at the outputs was not measured, because the shapes of all outputs depend on the data")
 
@@ -316,7 +327,8 @@ class NoiseByLayer:
     def _rounded_weight(self, name: str, line: LayerPlan) -> Array:
         key = name, line.weight
         if key not in self._rounded:
-            self._rounded[key] = fake_quantize(self._model.weights[name], self._plan.weight_params(line))
+            with at("layer", name):
+                self._rounded[key] = fake_quantize(self._model.weights[name], self._plan.weight_params(line))
         return self._rounded[key]
 
 
@@ -327,8 +339,11 @@ def search_by_halves(
 
     ``share_of`` measures the share of several names together. Only groups with a large share are split into halves.
     """
-    share = share_of(names) if names else 0.0
-    if share < min_share or not names:
+    if not names:
+        return {}
+    with at("layer", names[0]) if len(names) == 1 else nullcontext():
+        share = share_of(names)
+    if share < min_share:
         return {}
     if len(names) == 1:
         return {names[0]: share}

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from detent.error_places import at
 from detent.granularity import PerGroup
 from detent.kernels.reference.scale_search import FACTORS
 from detent.onnx.graph_plan import MINMAX_BITS, GraphPlan, LayerPlan
@@ -64,11 +65,12 @@ def with_fitted_scales(plan: GraphPlan, samples: Sequence[Feed], memory_budget: 
     moments = _second_moments(plan, [name for names in inputs.values() for name in names], samples, memory_budget)
     fitted: dict[Key, QuantParams] = {}
     for key, names in inputs.items():
-        measured = [moments[name] for name in names if name in moments and moments[name].rows]
-        if measured:
-            total = _Moments(np.sum([each.sums for each in measured], axis=0), sum(each.rows for each in measured))
-            start = plan.weight_params(lines[key])
-            fitted[key] = _fitted(plan.graph.array(key[0]), start, _group_size(key[1]), total)
+        with at("layer", lines[key].name):
+            measured = [moments[name] for name in names if name in moments and moments[name].rows]
+            if measured:
+                total = _Moments(np.sum([each.sums for each in measured], axis=0), sum(each.rows for each in measured))
+                start = plan.weight_params(lines[key])
+                fitted[key] = _fitted(plan.graph.array(key[0]), start, _group_size(key[1]), total)
     return plan.with_weight_params(fitted) if fitted else plan
 
 
@@ -93,9 +95,10 @@ def _second_moments(
     moments: dict[str, _Moments] = {}
     for _, recorded in record_in_parts(plan.model, list(dict.fromkeys(names)), samples, memory_budget):
         for name, x in recorded.items():
-            rows = x.reshape(-1, x.shape[-1]).astype(np.float64)
-            before = moments.get(name, _Moments(np.zeros((rows.shape[1],) * 2), 0))
-            moments[name] = _Moments(before.sums + rows.T @ rows, before.rows + len(rows))
+            with at("tensor", name):
+                rows = x.reshape(-1, x.shape[-1]).astype(np.float64)
+                before = moments.get(name, _Moments(np.zeros((rows.shape[1],) * 2), 0))
+                moments[name] = _Moments(before.sums + rows.T @ rows, before.rows + len(rows))
     return moments
 
 

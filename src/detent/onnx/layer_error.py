@@ -10,7 +10,7 @@ the search for ranges and ``detent.sensitivity`` use it.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from detent.array_store import ArrayStore
+from detent.error_places import at
 from detent.kernels import error_sum
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx_model.files import copied
@@ -78,8 +80,8 @@ class IsolatedLayers:
     """The layers of a plan with quantized weights; each runs by itself, on a part of its input in each sample.
 
     When ``inputs`` is first called, the model runs on all samples and records the layers' inputs. ``memory_budget``
-    limits the bytes that are recorded at once. With more samples, the part of the input that is used in each sample is
-    smaller.
+    limits the bytes that are recorded at once, and those that are kept in memory. With more samples, the part of the
+    input that is used in each sample is smaller.
     """
 
     def __init__(self, plan: GraphPlan, samples: Sequence[Feed], memory_budget: int | None = None) -> None:
@@ -87,26 +89,43 @@ class IsolatedLayers:
         layers = {line.name: plan.layers_by_name[line.name] for line in lines}
         self._layers = {name: layer for name, layer in layers.items() if not layer.is_weight_only}
         self._probes: dict[str, Probe] = {}
-        self._inputs: list[dict[str, Array]] | None = None
+        self._inputs: ArrayStore | None = None  # by sample and layer
         self._model, self._samples, self._budget = plan.model, samples, memory_budget
         self.count = len(samples)
 
     def inputs(self, sample: int) -> Mapping[str, Array]:
         """Return a dict from layer names to arrays: the part of each layer's input that is used in one sample."""
         if self._inputs is None:
-            self._inputs = [{} for _ in self._samples]
+            self._inputs = ArrayStore(self._budget)
             tensors = [layer.data for layer in self._layers.values()]
             for i, recorded in record_in_parts(self._model, tensors, self._samples, self._budget):
                 for name, layer in self._layers.items():
                     if layer.data in recorded:
-                        self._inputs[i][name] = part_of(layer, recorded[layer.data], self.count)
-        return self._inputs[sample]
+                        with at("layer", name):
+                            self._inputs[i, name] = [part_of(layer, recorded[layer.data], self.count)]
+        return _SampleInputs(self._inputs, sample, tuple(self._layers))
 
     def run(self, name: str, x: Array, weight: Array) -> Array:
         """Compute the output of a layer without its bias."""
         if name not in self._probes:
             self._probes[name] = Probe(self._layers[name])
         return self._probes[name].run(x, weight)
+
+
+class _SampleInputs(Mapping[str, Array]):
+    """Inputs of layers in one sample; those in a file are read when they are accessed."""
+
+    def __init__(self, stored: ArrayStore, sample: int, names: tuple[str, ...]) -> None:
+        self._stored, self._sample, self._names = stored, sample, names
+
+    def __getitem__(self, name: str) -> Array:
+        return self._stored[self._sample, name][0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def part_of(layer: Layer, x: Array, batches: int = 1) -> Array:
@@ -173,17 +192,33 @@ def mean_power(signals: Sequence[Array]) -> float:
     So a sample with little power, such as a blank image, does not outweigh other samples. The SQNR of a report counts
     noise in the same way.
     """
-    return max(sum(map(power, signals)) / max(1, len(signals)), 1e-30)
+    return _mean_power([power(each) for each in signals])
+
+
+def _mean_power(powers: Sequence[float]) -> float:
+    return max(sum(powers) / max(1, len(powers)), 1e-30)
 
 
 class ReferenceOutputs:
-    """Float outputs of some samples, with which quantized outputs are compared."""
+    """Float outputs of some samples, with which quantized outputs are compared.
 
-    def __init__(self, names: Sequence[str], outputs: Sequence[Sequence[Array]]) -> None:
-        self.names, self._outputs = names, [[_wide(each) for each in one] for one in outputs]
-        by_name = list(zip(*self._outputs, strict=True))
-        self._powers = [mean_power([each for each in one if each.dtype == np.float32]) for one in by_name]
-        self._compared = [list(range(len(names))) for _ in outputs]  # positions of outputs, by sample
+    ``outputs`` are read one after the other. Those above the memory budget are kept in a temporary file.
+    """
+
+    def __init__(
+        self, names: Sequence[str], outputs: Iterable[Sequence[Array]], memory_budget: int | None = None
+    ) -> None:
+        self.names, self._outputs = names, ArrayStore(memory_budget)
+        self._compared: list[list[int]] = []  # positions of outputs, by sample
+        powers: list[list[float]] = [[] for _ in names]  # by output, then by sample
+        for sample, arrays in enumerate(outputs):
+            wide = [_wide(each) for each in arrays]
+            for by_sample, each in zip(powers, wide, strict=True):
+                if each.dtype == np.float32:
+                    by_sample.append(power(each))
+            self._outputs[sample] = wide
+            self._compared.append(list(range(len(names))))
+        self._powers = [_mean_power(each) for each in powers]
 
     @property
     def count(self) -> int:

@@ -21,7 +21,7 @@ measured so far that reach at least nine tenths of the largest decrease of the d
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, product
 from typing import Any, NamedTuple, Protocol
@@ -29,8 +29,10 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
+from detent.array_store import ArrayStore
+from detent.error_places import at
 from detent.errors import SpecError
-from detent.model_metric import MetricComparison, MetricLike, MetricResult
+from detent.model_metric import BUILT_IN, MetricComparison, MetricLike, MetricResult
 from detent.onnx.decisions import Decisions
 from detent.onnx.float_fallback import NoiseByLayer
 from detent.onnx.graph_plan import GraphPlan
@@ -69,6 +71,7 @@ MAX_SWAPS = 32  # swaps whose metric is measured
 MIN_DECREASE = 0.9  # of the largest decrease of the drop, for the result of a failed search
 TOLERANCE = 1e-9
 MAX_OUTPUT_BYTES = 4 << 30  # outputs of one model on all samples
+METRIC_PARTS = 5  # batches, and outputs of two models, twice; each gets this part of the memory budget
 MAX_KEPT_BYTES = 1 << 30  # batches up to this size are read once; larger data are read for each candidate
 
 
@@ -148,15 +151,21 @@ class MetricGoal(NamedTuple):
         labels: Array | None,
         max_drop: float | None,
         workspace: Workspace | None = None,
+        memory_budget: int | None = None,
     ) -> "MetricGoal":
         """Run the float model on all batches; fail early if the metric or the labels do not fit its outputs.
 
-        Without ``labels``, those of ``class_labels`` are used. With a workspace, workers run the models.
+        Without ``labels``, those of ``class_labels`` are used. With a workspace, workers run the models. Batches and
+        outputs above the memory budget are read again, or kept in a temporary file.
         """
         labels = class_labels(model, batches, metric) if labels is None else labels
-        outputs = ModelOutputs(array_outputs(model.proto), batches, None if _has_texts(model) else workspace)
+        names = array_outputs(model.proto)
+        if metric is None or (isinstance(metric, str) and metric in BUILT_IN):
+            names = names[:1]  # the only output that built-in metrics read
+        budget = None if memory_budget is None else memory_budget // METRIC_PARTS
+        outputs = ModelOutputs(names, batches, None if _has_texts(model) else workspace, budget)
         (floats,) = outputs.run([model.proto])
-        return cls(MetricComparison(metric, *floats, labels), outputs, max_drop)
+        return cls(MetricComparison(metric, *floats, labels, budget), outputs, max_drop)
 
     def measure_all(self, models: Iterable[ModelProto]) -> Iterator[MetricResult]:
         """Measure the metric of quantized models."""
@@ -269,7 +278,7 @@ class _Search:
         while best is None or best[0] != path:
             names = [name for name in self._promising(layers) if best is None or self._size(layers, name) < best[1]]
             self._trials.prepare([layers | {name} for name in names])
-            meeting = [name for name in names if self.is_met(layers | {name})]
+            meeting = [name for name in names if self._is_met_with(layers, name)]
             if meeting:
                 name = min(meeting, key=lambda each: self._size(layers, each))
                 best = [*path, name], self._size(layers, name)
@@ -304,8 +313,15 @@ class _Search:
         noise, size = self._trials.noise(layers), self._trials.nbytes(layers)
         names = [each for each in self._candidates if each not in layers]
         names = [each for each in names if self._trials.is_quantized(layers | {each})]
-        gains = {each: noise - self._trials.noise(layers | {each}) for each in names}
+        gains: dict[str, float] = {}
+        for each in names:
+            with at("layer", each):
+                gains[each] = noise - self._trials.noise(layers | {each})
         return sorted(names, key=lambda each: -gains[each] / max(1, self._size(layers, each) - size))[:MAX_CANDIDATES]
+
+    def _is_met_with(self, layers: Layers, name: str) -> bool:
+        with at("layer", name):
+            return self.is_met(layers | {name})
 
     def _size(self, layers: Layers, name: str) -> int:
         return self._trials.nbytes(layers | {name})
@@ -314,8 +330,9 @@ class _Search:
         """Quantize layers again that are no longer needed, those with the most bytes first."""
         names = sorted(self.layers, key=lambda name: (self._trials.nbytes(self.layers - {name}), name))
         for name in names:
-            if self._saves(self.layers - {name}) and self.is_met(self.layers - {name}):
-                self._change(name)
+            with at("layer", name):
+                if self._saves(self.layers - {name}) and self.is_met(self.layers - {name}):
+                    self._change(name)
 
     def swap(self) -> bool:
         """Replace one or two layers in float by at most two cheaper ones; return whether there was such a swap."""
@@ -364,8 +381,25 @@ def _meets(result: MetricResult, max_drop: float) -> bool:
 class CollectedOutputs(NamedTuple):
     """Outputs of a model on some batches: one dict and one number of samples per batch."""
 
-    outputs: list[dict[str, Array]]
+    outputs: Sequence[Mapping[str, Array]]
     sizes: list[int]
+
+
+class _StoredBatches(Sequence[Feed]):
+    """Dicts of arrays; those above the memory budget are in a temporary file."""
+
+    def __init__(self, memory_budget: int | None) -> None:
+        self._arrays, self._names = ArrayStore(memory_budget), list[tuple[str, ...]]()
+
+    def append(self, batch: Mapping[str, Array]) -> None:
+        self._arrays[len(self._names)] = list(batch.values())
+        self._names.append(tuple(batch))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - a batch; slices are not needed
+        return dict(zip(self._names[index], self._arrays[index], strict=True))
 
 
 def collect_outputs(model: ModelSource, names: Sequence[str], feeds: Iterable[Feed]) -> CollectedOutputs:
@@ -374,7 +408,7 @@ def collect_outputs(model: ModelSource, names: Sequence[str], feeds: Iterable[Fe
     Raises:
         SpecError: the outputs take more than 4 GiB.
     """
-    return _collected(names, _local_outputs(model, names, feeds))
+    return _collected(names, _local_outputs(model, names, feeds), None)
 
 
 def _local_outputs(model: ModelSource, names: Sequence[str], feeds: Iterable[Feed]) -> Iterator[BatchOutputs]:
@@ -384,8 +418,8 @@ def _local_outputs(model: ModelSource, names: Sequence[str], feeds: Iterable[Fee
             yield BatchOutputs(session.run(list(names), feed) if names else [], samples_in(feed))
 
 
-def _collected(names: Sequence[str], batches: Iterable[BatchOutputs]) -> CollectedOutputs:
-    collected, total = CollectedOutputs([], []), 0
+def _collected(names: Sequence[str], batches: Iterable[BatchOutputs], memory_budget: int | None) -> CollectedOutputs:
+    stored, sizes, total = _StoredBatches(memory_budget), list[int](), 0
     for arrays, samples in batches:
         total += sum(getattr(each, "nbytes", 0) for each in arrays)
         if total > MAX_OUTPUT_BYTES:
@@ -393,26 +427,29 @@ def _collected(names: Sequence[str], batches: Iterable[BatchOutputs]) -> Collect
                 f"the outputs of all evaluation samples take more than {bytes_text(MAX_OUTPUT_BYTES)}, which a metric "
                 "needs at once: pass fewer evaluation samples"
             )
-        collected.outputs.append(dict(zip(names, arrays, strict=True)))
-        collected.sizes.append(samples)
-    return collected
+        stored.append(dict(zip(names, arrays, strict=True)))
+        sizes.append(samples)
+    return CollectedOutputs(stored, sizes)
 
 
 class ModelOutputs:
     """Runs models on all batches of the evaluation data; with a workspace, its workers run them."""
 
-    def __init__(self, names: Sequence[str], batches: Batches, workspace: Workspace | None) -> None:
+    def __init__(
+        self, names: Sequence[str], batches: Batches, workspace: Workspace | None, memory_budget: int | None = None
+    ) -> None:
         self._names, self._workspace = list(names), workspace if names else None
-        self._batches = batches
-        self._feeds: Iterable[Feed] = () if self._workspace is not None else _kept(batches)
+        self._batches, self._budget = batches, memory_budget
+        self._feeds: Iterable[Feed] = () if self._workspace is not None else _kept(batches, memory_budget)
 
     def run(self, models: Iterable[ModelProto]) -> Iterator[CollectedOutputs]:
         """Yield the outputs of each model."""
         if self._workspace is None:
-            yield from (collect_outputs(model, self._names, self._feeds) for model in models)
+            for model in models:
+                yield _collected(self._names, _local_outputs(model, self._names, self._feeds), self._budget)
             return
         for batches in RemoteOutputs(self._workspace, self._names, self._batches).run(models):
-            yield _collected(self._names, batches)
+            yield _collected(self._names, batches, self._budget)
 
 
 class ModelTrials:
@@ -474,12 +511,13 @@ class ModelTrials:
         return bool(self.plan(layers).quantized)
 
 
-def _kept(batches: Batches) -> Iterable[Feed]:
-    """Return the batches as a list, or as they are if they are large."""
-    feeds, total = list[Feed](), 0
+def _kept(batches: Batches, memory_budget: int | None) -> Iterable[Feed]:
+    """Return the batches as a sequence, or as they are if they are large and can be read again."""
+    feeds, total = _StoredBatches(memory_budget), 0
+    limit = MAX_KEPT_BYTES if memory_budget is None else min(memory_budget, MAX_KEPT_BYTES)
     for feed in batches:
         feeds.append(feed)
         total += sum(array.nbytes for array in feed.values())
-        if total > MAX_KEPT_BYTES and batches.is_repeatable:
+        if total > limit and batches.is_repeatable:
             return batches
     return feeds

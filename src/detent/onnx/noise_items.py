@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from detent.array_store import ArrayStore
+from detent.error_places import at
 from detent.onnx.graph_plan import weight_params
 from detent.onnx.layer_error import Switch, SwitchableModel, output_noise
 from detent.onnx_model.targets import get_target
@@ -73,6 +75,7 @@ class RemoteNoise:
         target: str,
         outputs: Sequence[str],
         samples: Sequence[Feed],
+        memory_budget: int | None = None,
     ) -> None:
         self._workspace = workspace
         setup = {
@@ -85,6 +88,7 @@ class RemoteNoise:
             "target": target,
             "outputs": list(outputs),
             "samples": [asdict(workspace.add_arrays(feed)) for feed in samples],
+            "memory_budget": memory_budget,
         }
         self._setup = workspace.add_json(setup)
 
@@ -141,13 +145,14 @@ class _WorkerModel:
     outputs: tuple[str, ...]
     samples: tuple[FileStamp, ...]
     weights: dict[tuple[str, str], Array]  # quantized weights, by layer and spec
-    references: dict[int, list[Array]]  # float outputs, by sample
+    references: ArrayStore  # float outputs, by sample
 
     def weight(self, name: str, spec: str) -> Array:
         """Return a quantized weight."""
         if (name, spec) not in self.weights:
             array = self.model.weights[name]
-            self.weights[name, spec] = fake_quantize(array, weight_params(array, QuantSpec.from_json(spec)))
+            with at("layer", name):
+                self.weights[name, spec] = fake_quantize(array, weight_params(array, QuantSpec.from_json(spec)))
         return self.weights[name, spec]
 
     def reference(self, sample: int) -> list[Array]:
@@ -173,7 +178,7 @@ def _worker_model(stamp: FileStamp) -> _WorkerModel:
     )
     specs = {each.flag: each.params.spec for each in switches}
     samples = tuple(FileStamp.from_dict(each) for each in setup["samples"])
-    return _WorkerModel(model, specs, tuple(setup["outputs"]), samples, {}, {})
+    return _WorkerModel(model, specs, tuple(setup["outputs"]), samples, {}, ArrayStore(setup["memory_budget"]))
 
 
 def _params(spec: QuantSpec, scale: float, zero_point: int) -> QuantParams:

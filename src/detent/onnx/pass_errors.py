@@ -1,8 +1,13 @@
-"""Passes of ``qo.quantize``: the time that each pass takes, and bug reports that name the pass.
+"""Passes of ``qo.quantize``: the time that each pass takes, and error messages that name the pass.
 
-The message about a bug names the pass and, if known, the node or tensor. A bug is an exception that was not raised on
-purpose. DetentErrors, system errors (memory, disk) and errors in the caller's code, such as data that fails to load,
-are not bugs.
+Two kinds of errors name the pass and, if known, the layer, node or tensor:
+
+- Bugs, which become DetentErrors. A bug is an exception that was not raised on purpose. DetentErrors, system errors
+  (memory, disk) and errors in the caller's code, such as data that fails to load, are not bugs.
+- Errors of ONNX Runtime and of workers. They keep their class and cause; only the message changes.
+
+Passes name the layer or tensor of each step with ``error_places.at``. Otherwise it is the one that was passed to the
+innermost function with such an argument.
 """
 
 import logging
@@ -16,9 +21,11 @@ from types import FrameType
 
 from onnx import NodeProto
 
-from detent.errors import DetentError
+from detent.error_places import place_of
+from detent.errors import DetentError, WorkerError
 from detent.onnx_model import batches
 from detent.onnx_model.graph import describe
+from detent.onnx_model.sessions import ORT_FAILED
 
 __all__ = ["announce", "listening", "running"]
 
@@ -29,7 +36,7 @@ _readers: ContextVar[tuple[Callable[[str], object], ...]] = ContextVar("_readers
 
 _DELIBERATE = (DetentError, OSError, MemoryError, ImportError, Warning)
 _CALLED = frozenset({"numpy", "onnx", "onnxruntime", "google", *sys.stdlib_module_names})  # packages that detent calls
-_VARIABLES = ("node", "layer", "line", "placement", "tensor")  # local variables that name the current node or tensor
+_ARGUMENTS = {"node": "node", "layer": "layer", "line": "layer", "placement": "tensor", "tensor": "tensor"}
 
 
 @contextmanager
@@ -67,7 +74,7 @@ def announce(text: str) -> None:
 
 @contextmanager
 def running(name: str) -> Iterator[None]:
-    """Convert bugs in the pass ``name`` to DetentError, and log the time that the pass takes.
+    """Name the pass in errors, convert bugs to DetentError, and log the time that the pass takes.
 
     >>> with running("calibration"):
     ...     {}["t1"]
@@ -83,7 +90,12 @@ the model if you can share it
         _log.info("%s took %.2f s", name, seconds)
         for listener in _listeners.get():
             listener(name, seconds)
-    except _DELIBERATE:
+    except WorkerError as error:
+        _name_pass(name, error)
+        raise
+    except _DELIBERATE as error:
+        if str(error).startswith(ORT_FAILED):
+            _name_pass(name, error)
         raise
     except Exception as error:
         _, body, *inner = (frame for frame, _ in walk_tb(error.__traceback__))
@@ -92,10 +104,9 @@ the model if you can share it
         is_of_caller = own[-1].f_globals.get("__name__") == batches.__name__
         if is_of_caller or any(_module(frame) not in _CALLED for frame in below):
             raise
-        where = next(filter(None, map(_place, reversed(own))), "")
         raise DetentError(
-            f"{name} failed{where} with {type(error).__name__}: {error}. This is a bug in detent: please report it, "
-            "with the model if you can share it"
+            f"{name} failed{_where(error)} with {type(error).__name__}: {error}. This is a bug in detent: please "
+            "report it, with the model if you can share it"
         ) from error
 
 
@@ -104,13 +115,27 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _place(frame: FrameType) -> str:
-    """Describe the node, layer or tensor in a frame's local variables; return "" if there is no such variable."""
-    for name in _VARIABLES:
+def _name_pass(name: str, error: BaseException) -> None:
+    """Put a pass, and the layer, node or tensor, before the message of an error."""
+    error.args = (f"while {name}{_where(error)}: {error}",)
+
+
+def _where(error: BaseException) -> str:
+    """Return where a pass failed, such as " at layer 'conv1'", or "" if this is unknown."""
+    frames = (frame for frame, _ in walk_tb(error.__traceback__) if _module(frame) == "detent")
+    place = place_of(error) or next(filter(None, map(_argument_place, reversed([*frames]))), "")
+    return f" at {place}" if place else ""
+
+
+def _argument_place(frame: FrameType) -> str:
+    """Describe the node, layer or tensor among a function's arguments, or return an empty text."""
+    code = frame.f_code
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    for name in filter(_ARGUMENTS.__contains__, arguments):
         value = frame.f_locals.get(name)
         if isinstance(value, NodeProto):
-            return f" at {describe(value)}"
+            return describe(value)
         text = value if isinstance(value, str) else getattr(value, "name", getattr(value, "tensor", None))
         if isinstance(text, str) and text:
-            return f" at {name} {text!r}"
+            return f"{_ARGUMENTS[name]} {text!r}"
     return ""

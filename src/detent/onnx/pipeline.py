@@ -51,7 +51,7 @@ from detent.onnx_model.sessions import (
     runtime_record,
 )
 from detent.onnx_model.targets import Target, get_target
-from detent.onnx_model.workspace import Workspace, open_workspace
+from detent.onnx_model.workspace import open_workspace
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike
 from detent.scale_mode import PerBatch
@@ -295,7 +295,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
             "best" uses 32 samples of models up to 3 billion multiplications.
         float16: store constants of float parts in float16, if their values are exact in it, as in float16 models. The
             file is smaller, and its outputs are the same.
-        memory_budget: maximum bytes of activations in memory; a small budget needs several passes over the data.
+        memory_budget: maximum bytes of activations, samples and outputs that a pass keeps in memory. A small budget
+            needs several passes over the data, and space for temporary files.
         progress: whether to show a progress bar on a terminal (None means True), or a callback f(batches_done, total);
             total is None if unknown.
         resume_file: the file where calibration saves its state; if it exists, calibration resumes from it.
@@ -473,7 +474,7 @@ class MetricOptions:
         """Name of the metric; "" if it is chosen by the outputs."""
         return "" if self.metric is None else get_metric(self.metric).name
 
-    def goal(self, model: LoadedModel, calibration: Batches | None, workspace: Workspace | None) -> MetricGoal:
+    def goal(self, model: LoadedModel, calibration: Batches | None, run: RunOptions) -> MetricGoal:
         """Run the float model on the evaluation data, and return the goal."""
         source = calibration if self.eval_data is None else self.eval_data
         if source is None or (calibration is None and self.max_drop is not None):
@@ -483,7 +484,9 @@ class MetricOptions:
         if batches is calibration and not batches.is_repeatable:
             raise SpecError("a metric needs data that can be read twice: pass data as a list, or pass eval_data=")
         with running("running the float model"):
-            return MetricGoal.of(model, batches, self.metric, self.labels, self.max_drop, workspace)
+            return MetricGoal.of(
+                model, batches, self.metric, self.labels, self.max_drop, run.workspace, run.memory_budget
+            )
 
 
 def _load(model: ModelSource) -> LoadedModel:
@@ -502,7 +505,7 @@ def _decide(
     *,
     force: bool,
 ) -> Decided:
-    goal = None if metric is None else metric.goal(original, batches, run.workspace)
+    goal = None if metric is None else metric.goal(original, batches, run)
     if metric is not None and metric.max_drop is not None:
         options = replace(options, max_drop=metric.max_drop, metric=metric.name)
     first = None if batches is None else batches.check_first()

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from detent.error_places import at
 from detent.onnx.calibration import Calibration, activation_params, range_params
 from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.float_fallback import NEGLIGIBLE_NOISE, NoiseByLayer
@@ -379,5 +380,6 @@ def with_margin(
     fold: int | None = None,
 ) -> QuantParams:
     """Compute the parameters of a group from its range with a margin; ``fold=None`` uses all calibration data."""
-    observed, _ = calibration.source(placement.group)
-    return range_params(placement, calibration, bounds.range(observed, margin, fold))
+    with at("tensor", placement.tensor):
+        observed, _ = calibration.source(placement.group)
+        return range_params(placement, calibration, bounds.range(observed, margin, fold))

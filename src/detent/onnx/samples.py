@@ -8,7 +8,7 @@ Accuracy passes fit their changes to one part of the samples, and evaluate them 
 """
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto
 
+from detent.array_store import ArrayStore
 from detent.errors import UnsupportedError
 from detent.metrics import has_first_rows
 from detent.onnx_model.batches import Batches, can_cut, digest_of, samples_in
@@ -63,9 +64,13 @@ KeptT = TypeVar("KeptT")
 
 
 class _SmallestHashes(Generic[KeptT]):
-    """The values with the smallest hashes, within limits on their number and their bytes."""
+    """The values with the smallest hashes, within limits on their number and their bytes.
 
-    def __init__(self) -> None:
+    ``on_drop`` is called with each value that is dropped.
+    """
+
+    def __init__(self, on_drop: Callable[[KeptT], object] = lambda _: None) -> None:
+        self._on_drop = on_drop
         self._kept: list[tuple[bytes, int, KeptT]] = []
         self._nbytes = 0
         self._end = b"\xff" * 33  # smallest dropped hash; initially larger than any hash
@@ -85,22 +90,27 @@ class _SmallestHashes(Generic[KeptT]):
         self._nbytes += nbytes
         limit = MAX_BATCHES if is_cut is False else MAX_SAMPLES
         while len(self._kept) > limit or (self._nbytes > MAX_SAMPLE_BYTES and len(self._kept) > 1):
-            self._end, dropped, _ = self._kept.pop()
+            self._end, dropped, value = self._kept.pop()
             self._nbytes -= dropped
+            self._on_drop(value)
 
 
 class SampleChooser:
-    """Collection of the samples with the smallest hashes in all added batches."""
+    """Collection of the samples with the smallest hashes in all added batches.
 
-    def __init__(self, model: ModelProto, inputs: Sequence[InputInfo]) -> None:
+    Samples above the memory budget are kept in a temporary file.
+    """
+
+    def __init__(self, model: ModelProto, inputs: Sequence[InputInfo], memory_budget: int | None = None) -> None:
         self._model, self._inputs = model, inputs
-        self._hashes = _SmallestHashes[Feed]()
+        self._stored = _StoredFeeds(memory_budget)
+        self._hashes = _SmallestHashes[bytes](self._stored.drop)
         self._is_cut: bool | None = None  # None until a batch with several samples was added
 
     @property
     def samples(self) -> tuple[Feed, ...]:
         """The samples, in the order of their hashes."""
-        return self._hashes.values
+        return tuple(map(self._stored.feed, self._hashes.values))
 
     def add(self, feed: Feed) -> None:
         """Add the samples of a batch."""
@@ -116,8 +126,25 @@ class SampleChooser:
     def _add(self, sample: Feed) -> None:
         key = digest_of(sample)
         if self._hashes.accepts(key):
-            copy = {name: np.array(array) for name, array in sample.items()}
-            self._hashes.add(key, _nbytes(sample), copy, is_cut=self._is_cut)
+            self._stored.add(key, sample)
+            self._hashes.add(key, _nbytes(sample), key, is_cut=self._is_cut)
+
+
+class _StoredFeeds:
+    """Copies of samples; those above the memory budget are in a temporary file, and are read from it as needed."""
+
+    def __init__(self, memory_budget: int | None) -> None:
+        self._arrays, self._names = ArrayStore(memory_budget), dict[Hashable, tuple[str, ...]]()
+
+    def add(self, key: Hashable, sample: Feed) -> None:
+        self._names[key] = tuple(sample)
+        self._arrays[key] = [np.array(array) for array in sample.values()]
+
+    def drop(self, key: Hashable) -> None:
+        del self._names[key], self._arrays[key]
+
+    def feed(self, key: Hashable) -> Feed:
+        return dict(zip(self._names[key], self._arrays.mapped(key), strict=True))
 
 
 class BatchFacts(NamedTuple):
@@ -137,7 +164,9 @@ class BatchFacts(NamedTuple):
         return cls(digest_of(feed), _nbytes(feed), count, samples)
 
 
-def choose_surveyed(model: ModelProto, batches: Batches, facts: Iterable[BatchFacts]) -> tuple[Feed, ...]:
+def choose_surveyed(
+    model: ModelProto, batches: Batches, facts: Iterable[BatchFacts], memory_budget: int | None = None
+) -> tuple[Feed, ...]:
     """Choose the samples that ``choose_samples`` would choose, from facts about all batches; read only these batches.
 
     ``batches`` must give access by index.
@@ -153,12 +182,12 @@ def choose_surveyed(model: ModelProto, batches: Batches, facts: Iterable[BatchFa
             if hashes.accepts(key):
                 hashes.add(key, nbytes, (number, index), is_cut=is_cut)
     numbers = sorted({number for number, _ in hashes.values})
-    samples: dict[tuple[int, int | None], Feed] = {}
+    stored = _StoredFeeds(memory_budget)
     for number, feed in zip(numbers, batches.subset(numbers), strict=True):  # one batch in memory at a time
         for place in hashes.values:
             if place[0] == number:
-                samples[place] = {name: np.array(array) for name, array in _sample(feed, place[1]).items()}
-    return tuple(samples[place] for place in hashes.values)
+                stored.add(place, _sample(feed, place[1]))
+    return tuple(map(stored.feed, hashes.values))
 
 
 def _sample(feed: Feed, index: int | None) -> Feed:
@@ -166,9 +195,12 @@ def _sample(feed: Feed, index: int | None) -> Feed:
     return feed if index is None else {name: array[index : index + 1] for name, array in feed.items()}
 
 
-def choose_samples(model: ModelProto, batches: Batches) -> tuple[Feed, ...]:
-    """Choose samples from all batches, or from the first batches if the data can be read only once."""
-    chooser = SampleChooser(model, inputs_of(model))
+def choose_samples(model: ModelProto, batches: Batches, memory_budget: int | None = None) -> tuple[Feed, ...]:
+    """Choose samples from all batches, or from the first batches if the data can be read only once.
+
+    The choice does not depend on the memory budget: samples above it are kept in a temporary file.
+    """
+    chooser = SampleChooser(model, inputs_of(model), memory_budget)
     for feed in batches if batches.is_repeatable else _first(batches):
         chooser.add(feed)
     return chooser.samples

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper
 
 from detent.channel_factors import rounded_factors
+from detent.error_places import at
 from detent.errors import SpecError
 from detent.granularity import PerAxis
 from detent.onnx.decisions import SMOOTHED_FACTORS, Smoothed
@@ -112,10 +113,11 @@ def compare_strengths(
     strengths: list[Strength | None] = []
     for each in tensors:
         best = None
-        if each.tensor in rows:
-            matrices = [_matrix(graph, layers[name]) for name, *_ in each.layers]
-            specs = [(QuantSpec.from_json(x), QuantSpec.from_json(weight)) for _, x, weight in each.layers]
-            best = _best_strength(rows[each.tensor], matrices, specs)
+        with at("tensor", each.tensor):
+            if each.tensor in rows:
+                matrices = [_matrix(graph, layers[name]) for name, *_ in each.layers]
+                specs = [(QuantSpec.from_json(x), QuantSpec.from_json(weight)) for _, x, weight in each.layers]
+                best = _best_strength(rows[each.tensor], matrices, specs)
         strengths.append(best)
     return strengths
 
@@ -126,7 +128,8 @@ def apply(model: ModelProto, smoothed: Sequence[Smoothed]) -> ModelProto:
         return model
     graph = Graph(model)
     for each in smoothed:
-        _apply(graph, each)
+        with at("tensor", each.tensor):
+            _apply(graph, each)
     return graph.finish()
 
 
@@ -142,12 +145,13 @@ def _rows(
     generators = {name: np.random.default_rng([seed, i]) for name, i in tensors.items()}
     for number, recorded in record_in_parts(model, tensors, samples, memory_budget):
         for name, values in recorded.items():
-            flat = values.reshape(-1, values.shape[-1])
-            parts = [flat] if len(samples) > 1 else [flat[0::2], flat[1::2]]
-            for half, part in enumerate(parts, number):
-                if len(part):
-                    chosen = generators[name].choice(len(part), min(per_sample, len(part)), replace=False)
-                    kept[name][half % 2].extend([part[np.sort(chosen)], part.max(0)[None], part.min(0)[None]])
+            with at("tensor", name):
+                flat = values.reshape(-1, values.shape[-1])
+                parts = [flat] if len(samples) > 1 else [flat[0::2], flat[1::2]]
+                for half, part in enumerate(parts, number):
+                    if len(part):
+                        chosen = generators[name].choice(len(part), min(per_sample, len(part)), replace=False)
+                        kept[name][half % 2].extend([part[np.sort(chosen)], part.max(0)[None], part.min(0)[None]])
     return {name: (np.concatenate(a), np.concatenate(b)) for name, (a, b) in kept.items() if a and b}
 
 

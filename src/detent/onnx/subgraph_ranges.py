@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
+from detent.error_places import at
 from detent.onnx_model.files import copied
 from detent.onnx_model.graph import Graph, node_name, subgraphs
 from detent.onnx_model.sessions import make_session, ort_errors
@@ -58,8 +59,9 @@ def batch_ranges(model: ModelProto, names: Collection[str], batches: Iterable[Fe
         with ort_errors():
             values = iter(session.run(tensors, dict(feed)))
         for each in ranges:
-            lo, hi = observed.get(each.layer, (np.inf, -np.inf))
-            observed[each.layer] = float(np.minimum(lo, next(values))), float(np.maximum(hi, next(values)))
+            with at("layer", each.layer):
+                lo, hi = observed.get(each.layer, (np.inf, -np.inf))
+                observed[each.layer] = float(np.minimum(lo, next(values))), float(np.maximum(hi, next(values)))
     return observed
 
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, shape_inference
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
+from detent.error_places import at
 from detent.errors import DetentError, UnsupportedError
 from detent.onnx_model.files import LoadedModel, ModelSource, without_initializers
 from detent.onnx_model.graph import (
@@ -45,6 +46,7 @@ from detent.onnx_model.provenance import Provenance, RuntimeRecord
 
 __all__ = [
     "ACCURACY_LEVEL",
+    "ORT_FAILED",
     "PROBE_BUDGET",
     "SPINNING",
     "Probe",
@@ -85,6 +87,7 @@ _SHARED_DTYPES = {
 _SUFFIX = re.compile(r"(_token_\d+|_nhwc)+$")  # suffixes that ONNX Runtime adds to node names
 SPINNING = "session.intra_op.allow_spinning"
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"  # for MatMulNBits; 0 and 1 keep activations in float
+ORT_FAILED = "ONNX Runtime failed to"  # start of the messages of ``ort_errors``
 LOG_FATAL_ONLY = 4  # errors are raised, and the log would only repeat them
 _change_lock = RLock()  # for models that are changed for a moment
 _ERRORS: tuple[type[Exception], ...] = (  # errors of ONNX Runtime have no common base class
@@ -146,7 +149,7 @@ def make_session(
         session = _start(lean.SerializeToString(), options, _disabled_optimizers(model))
         session.weights = weights  # ONNX Runtime reads these arrays in place: keep them alive with the session
     except (ValueError, EncodeError) as error:
-        raise UnsupportedError(f"ONNX Runtime failed to load the model: {error}") from error
+        raise UnsupportedError(f"{ORT_FAILED} load the model: {error}") from error
     return session
 
 
@@ -200,7 +203,7 @@ def ort_errors(action: str = "run") -> Iterator[None]:
     except DetentError:  # some DetentErrors are RuntimeErrors
         raise
     except _ERRORS as error:
-        raise UnsupportedError(f"ONNX Runtime failed to {action} the model: {error}") from error
+        raise UnsupportedError(f"{ORT_FAILED} {action} the model: {error}") from error
 
 
 def array_outputs(model: ModelProto) -> list[str]:
@@ -485,13 +488,18 @@ def tensor_bounds(
     bounds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
     for _, tensors in record_in_parts(model, bounds, feeds, budget):
         for name, array in tensors.items():
-            lo, hi = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
-            if not isfinite(lo) or not isfinite(hi):
-                finite = array[np.isfinite(array)]
-                lo, hi = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-            bounds[name][0].append(lo)
-            bounds[name][1].append(hi)
+            with at("tensor", name):
+                for side, value in zip(bounds[name], _finite_bounds(array), strict=True):
+                    side.append(value)
     return {name: (np.array(lo), np.array(hi)) for name, (lo, hi) in bounds.items()}
+
+
+def _finite_bounds(array: Array) -> tuple[float, float]:
+    lo, hi = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
+    if not isfinite(lo) or not isfinite(hi):
+        finite = array[np.isfinite(array)]
+        lo, hi = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return lo, hi
 
 
 def _inferred_shapes(
