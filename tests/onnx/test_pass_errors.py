@@ -26,6 +26,7 @@ from detent.onnx import (
     metric_search,
     pipeline,
     quantized_graph,
+    quantizer_choice,
     range_search,
     smoothquant,
     subgraph_ranges,
@@ -72,6 +73,18 @@ def resized():
     t = m.add("Relu", [m.conv("x", 8, 64, name="first")])
     t = m.add("Resize", [m.conv(t, 64, 64, name="second"), "", m.constant(np.float32([1, 1, 2, 2]))], mode="linear")
     return m.model([("x", [1, 8, 8, 8])], [m.add("Sigmoid", [m.conv(t, 64, 1, 1, name="last")])])
+
+
+def uneven():
+    """A depthwise convolution whose channels differ much in size, so that float fallback keeps a layer in float."""
+    m = Maker()
+    sizes = np.logspace(-3, 1, 16, dtype=np.float32)
+    spread = weights(16, 1, 3, 3) * sizes.reshape(-1, 1, 1, 1)
+    t = m.add("Relu", [m.conv("x", 16, 16, group=16, weight=spread, bias=False, name="spread")])
+    t = m.conv(t, 16, 16, 1, weight=weights(16, 16, 1, 1) / sizes.reshape(1, -1, 1, 1), name="mix")
+    for i, channels in enumerate((16, 64, 64)):
+        t = m.conv(m.add("Relu", [t]), channels, 64, name=f"wide{i}")
+    return m.model([("x", [2, 16, 8, 8])], [t])
 
 
 def looped():
@@ -154,6 +167,15 @@ PASSES = {
         NoiseByLayer, "noise_with", "layer 'second'", lambda _, x: [*x] == ["second"], **NOISY
     ),
     "float fallback": Case(NoiseByLayer, "noise", "layer 'second'", lambda _, x, *__: [*x] == ["second"], **NOISY),
+    "searching ranges again": Case(
+        range_search,
+        "range_params",
+        "tensor 't6'",
+        lambda x, *_: x.tensor == "t6",
+        uneven,
+        images(8, channels=16),
+        {"equalize": False},
+    ),
     "bias correction": Case(IsolatedLayers, "run", "layer 'second'", lambda _, name, *__: name == "second"),
     "choosing weight scales": Case(quantized_graph, "_widened", "layer 'last'", lambda _, x, *__: x.shape == (4,)),
     "evaluating bias correction": Case(quantized_graph, "stored_codes", "layer 'second'", of((16, 16, 3, 3))),
@@ -194,7 +216,7 @@ def current(monkeypatch):
         with running(name):
             yield
 
-    for module in (accuracy_passes, pipeline):
+    for module in (accuracy_passes, pipeline, quantizer_choice):
         monkeypatch.setattr(module, "running", named)
     return names
 
@@ -237,7 +259,7 @@ def test_an_error_of_onnx_runtime_names_the_pass_and_the_layer(title, current, m
 
 
 def test_every_pass_has_a_row():
-    sources = "".join(inspect.getsource(module) for module in (accuracy_passes, pipeline))
+    sources = "".join(inspect.getsource(module) for module in (accuracy_passes, pipeline, quantizer_choice))
     assert set(re.findall(r'running\("([^"]+)"\)', sources)) == set(PASSES)
 
 
@@ -303,7 +325,7 @@ def test_errors_of_numpy_are_bugs_of_the_pass(tmp_path, monkeypatch):
     def add_shapes(*_, **__):
         return np.concatenate([np.zeros((2, 2)), np.zeros(3)])
 
-    monkeypatch.setattr(accuracy_passes, "choose_float", as_ours(add_shapes))
+    monkeypatch.setattr(quantizer_choice, "choose_float", as_ours(add_shapes))
     with pytest.raises(dt.DetentError, match="float fallback failed with ValueError"):
         qo.quantize(conv_chain(), tmp_path / "q.onnx", images(2), progress=False)
 

@@ -309,7 +309,7 @@ def test_skipping_layers_keeps_the_margin_of_all_layers(monkeypatch):
         preferred.append((arguments[-1], ranges.margin))
         return ranges
 
-    monkeypatch.setattr("detent.onnx.accuracy_passes.search_ranges", record)
+    monkeypatch.setattr("detent.onnx.quantizer_choice.search_ranges", record)
     qo.decide(model, feeds, keep_float="none", progress=False)
     qo.decide(model, feeds, keep_float="none", skip="second", progress=False)
     (none, full), (also_none, again), (given, _) = preferred

@@ -29,82 +29,68 @@ with all layers quantized. Otherwise, skipping one more layer could change them:
 ``effort`` says how much is measured: "fast" measures nothing at the outputs, "best" uses more samples of large models.
 """
 
-import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import exp, inf, log, sqrt
-from os import PathLike
 from statistics import fmean, stdev
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from detent.checks import as_integer
-from detent.errors import NOTHING_QUANTIZED, NotCalibratedError, RangeError, SpecError, UnsupportedError
+from detent.errors import NOTHING_QUANTIZED, NotCalibratedError, UnsupportedError
 from detent.metrics import one_sided_95
 from detent.model_metric import MetricResult
 from detent.onnx import equalization, smoothquant
 from detent.onnx.bias_correction import CorrectedBias, corrected_biases
 from detent.onnx.calibration import (
-    MAX_REMAINING_NOISE,
     Calibration,
-    Progress,
     calibrate_groups,
     check_passes,
-    choose_clipped,
     choose_params,
     observed_tensors,
-    observers_of_rules,
     range_decisions,
     tensor_groups,
 )
 from detent.onnx.calibration_items import Survey, subgraph_ranges_on_executor, survey_data
 from detent.onnx.channel_items import compare_equalization, compare_smoothing
-from detent.onnx.decisions import Decisions, Equalized, QuantizerPlacement, Smoothed
+from detent.onnx.decisions import Decisions, Equalized, Smoothed
 from detent.onnx.fast_kernels import (
     SLOW_REASON,
     choose_slow_weights,
-    choose_wide,
     multiplications,
     recurrent_multiplications,
     with_last_layers,
 )
-from detent.onnx.float_fallback import NEGLIGIBLE_NOISE, NoiseByLayer, choose_float
-from detent.onnx.graph_plan import PREFERENCES, GraphPlan, Preference
+from detent.onnx.float_fallback import NEGLIGIBLE_NOISE, NoiseByLayer
+from detent.onnx.graph_plan import GraphPlan, Preference
 from detent.onnx.group_scales import with_fitted_scales
 from detent.onnx.layer_error import IsolatedLayers, ReferenceOutputs
-from detent.onnx.metric_search import MAX_DROP_REASON, MetricGoal, MetricSearch, ModelTrials, search_float_layers
+from detent.onnx.metric_search import MetricGoal, MetricSearch, ModelTrials, search_float_layers
 from detent.onnx.pass_errors import announce, running
+from detent.onnx.pass_options import EFFORTS, MIN_COMPARED, Effort, Options, RunOptions
 from detent.onnx.quality_warnings import DataSummary
 from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
-from detent.onnx.range_search import MIN_SAMPLES as MIN_RANGE_SAMPLES
-from detent.onnx.range_search import ChosenRanges, SampleBounds, search_ranges
-from detent.onnx.samples import MAX_SAMPLES, Samples, choose_samples, choose_surveyed
+from detent.onnx.quantizer_choice import UNQUANTIZABLE, Choice, choose_quantizers, unskipped_margin, with_float
+from detent.onnx.range_search import ChosenRanges
+from detent.onnx.samples import Samples, choose_samples, choose_surveyed
 from detent.onnx.subgraph_ranges import observe_ranges
 from detent.onnx_model.batches import Batches, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, copied
 from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 from detent.onnx_model.workspace import Workspace
-from detent.rule import ObserverLike, get_observer_spec
 
-__all__ = ["EFFORTS", "Decided", "Effort", "KeepFloat", "Options", "RunOptions", "decide_with_data", "reject_empty"]
+__all__ = ["Decided", "decide_with_data", "reject_empty"]
 
 _log = logging.getLogger(__name__)
 
 Feed = dict[str, NDArray[Any]]
-KeepFloat = Literal["auto", "none"]
-Effort = Literal["fast", "balanced", "best"]
 Noises = Sequence[float]  # noise at the outputs, by sample
 
-MAX_MULTIPLICATIONS = 2e10  # limit on the runs that record the inputs of layers, all samples together
-MAX_FAST_SAMPLES = 16  # with effort "fast"; each pass over 32 samples would take a tenth to a quarter of the time
-MIN_SAMPLES, MIN_COMPARED = 4, 2  # samples that even the largest model uses
 # Times per sample, in runs of the float model: to calibrate, to record activations, and to measure the noise at the
 # outputs. On 8 models, the estimate was 0.5 to 2 times the measured time.
 CALIBRATION_RUNS, RECORDED_RUNS, MEASURED_RUNS = 3.0, 5.0, 80.0
@@ -117,99 +103,6 @@ MAX_FITTED_NOISE = 0.95  # the same limit for scales of groups that fit the data
 MAX_CHANGED_NOISE_SAFE = 0.5  # the same limit if the SQNR is above 30 dB (3 dB)
 MIN_PAIRED_SAMPLES = 8  # on at least as many samples, noise before and after is also compared sample by sample
 MAX_PAIRED_NOISE = 0.95  # the limit of that comparison: upper end of the confidence interval of the mean ratio
-MAX_CLIPPED_NOISE = 0.5  # if noise is measured only at single layers, clipping must remove half of it
-UNQUANTIZABLE = (NotCalibratedError, RangeError, UnsupportedError)  # errors of layers that cannot be quantized
-FALLBACK_ROUNDS = 2  # runs of float fallback; ranges are searched again after each
-MAX_REPEATED_NOISE = 0.25  # with more noise at an output (6 dB), that of single layers says too little to go on
-FALLBACK_REASON = "float fallback: quantizing this layer would cause much of the output noise"
-
-
-class Search(NamedTuple):
-    """Amount of measurement at the outputs of the model.
-
-    ``multiplications`` is the work limit of one measurement. The model runs on as many samples as the limit allows, but
-    on at least two. A limit of 0 turns measurements off. ``max_samples`` limits the samples of all passes except
-    calibration, and those on which outputs are compared.
-    """
-
-    multiplications: float
-    max_samples: int = MAX_SAMPLES
-
-    def samples(self, samples: Sequence[Feed], per_sample: float) -> Samples:
-        """Split the samples into the parts of ``Samples``; a large model uses only the first samples."""
-        per_sample = max(per_sample, 1.0)
-        num_compared = max(MIN_COMPARED, int(self.multiplications / per_sample)) if self.multiplications else 0
-        max_samples = min(self.max_samples, max(MIN_SAMPLES, int(MAX_MULTIPLICATIONS / per_sample)))
-        return Samples.of(samples, max(max_samples, num_compared), num_compared)
-
-
-EFFORTS: Mapping[Effort, Search] = MappingProxyType(
-    {"fast": Search(0.0, MAX_FAST_SAMPLES), "balanced": Search(2e9), "best": Search(1e11)}
-)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of ``quantize`` and ``decide`` that affect decisions, with their defaults."""
-
-    observer: ObserverLike | None = None
-    skip: Iterable[str] = ()
-    keep_float: KeepFloat = "auto"
-    bias_correction: bool = True
-    equalize: bool = True
-    smooth: bool = True
-    seed: int = 0
-    prefer: Preference = "balanced"
-    effort: Effort = "balanced"
-    float16: bool = False
-    metric: str = ""  # name of the metric, if max_drop is set
-    max_drop: float | None = None
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the noise at the outputs of the model is measured."""
-        return EFFORTS[self.effort].multiplications > 0
-
-    def __post_init__(self) -> None:
-        skip = (self.skip,) if isinstance(self.skip, str) or not isinstance(self.skip, Iterable) else tuple(self.skip)
-        if not all(isinstance(name, str) for name in skip):
-            raise SpecError(f"got skip={self.skip!r}, expected layer names or glob patterns")
-        object.__setattr__(self, "skip", skip)
-        object.__setattr__(self, "seed", as_integer("seed", self.seed, at_least=0))
-        if self.prefer not in PREFERENCES:
-            raise SpecError(f"got prefer={self.prefer!r}, expected one of {', '.join(PREFERENCES)}")
-        if self.effort not in EFFORTS:
-            raise SpecError(f"got effort={self.effort!r}, expected one of {', '.join(EFFORTS)}")
-        if self.keep_float not in {"auto", "none"}:
-            raise SpecError(
-                f"got keep_float={self.keep_float!r}, expected 'auto' or 'none'; to keep chosen layers in float, pass "
-                "their names as skip="
-            )
-
-    def to_json(self) -> str:
-        """Return the options that differ from their defaults as JSON, or "" if all options have their defaults."""
-        options: dict[str, object] = {
-            **vars(self),
-            "observer": None if self.observer is None else str(get_observer_spec(self.observer)),
-        }
-        defaults = vars(Options())
-        changed = {name: value for name, value in options.items() if value != defaults[name]}
-        return json.dumps(changed) if changed else ""
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of calibration that do not affect decisions."""
-
-    memory_budget: int | None = None
-    progress: Progress | None = None
-    resume_file: str | PathLike[str] | None = None
-    workspace: Workspace | None = None  # with a workspace, workers run the model
-
-    def __post_init__(self) -> None:
-        if self.memory_budget is not None:
-            budget = as_integer("memory_budget", self.memory_budget, at_least=1)
-            object.__setattr__(self, "memory_budget", budget)
 
 
 @dataclass(frozen=True)
@@ -272,8 +165,8 @@ def decide_with_data(
             graph_plan = _with_own_ranges(graph_plan, batches, chosen, run.workspace)
     graph_plan, fitted = _fit_scales(graph_plan, samples, options, run.memory_budget)
     isolated = IsolatedLayers(graph_plan, samples.every, run.memory_budget)
-    find = partial(_unskipped_margin, unskipped, graph_plan, batches, chosen, samples, options, run)
-    choice = _choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run, find)
+    find = partial(unskipped_margin, unskipped, graph_plan, batches, chosen, samples, options, run)
+    choice = choose_quantizers(graph_plan, calibration, isolated, samples, work, options, run, find)
     facts = replace(facts, data=calibration.fingerprint, equalized=changes.equalized, smoothed=changes.smoothed)
     assembly = _Assembly(facts, calibration, choice.ranges)
     decisions, biases = _with_biases(assembly, choice.plan, isolated, samples, options, original, run.memory_budget)
@@ -288,7 +181,7 @@ def decide_with_data(
         if biases and choice.kept:  # the search may quantize these layers again
             params = assembly.without_layers(choice.unkept_plan).tensor_params()
             biases |= corrected_biases(choice.unkept_plan, params, isolated, len(samples.fitted))
-        replan = partial(_with_float, choice.unkept_plan, work, options, set(calibration.ranges), choice.kept)
+        replan = partial(with_float, choice.unkept_plan, work, options, set(calibration.ranges), choice.kept)
         return _meet_goal(decided, choice, replace(assembly, biases=biases), replan, original, goal, run)
 
 
@@ -455,7 +348,7 @@ class _Assembly:
 
 def _meet_goal(
     decided: Decided,
-    choice: "_Choice",
+    choice: Choice,
     assembly: _Assembly,
     replan: Callable[[Collection[str]], GraphPlan],
     original: LoadedModel,
@@ -527,178 +420,6 @@ def _tensor_groups(graph_plan: GraphPlan, batches: Batches, run: RunOptions) -> 
     groups = tensor_groups(graph_plan, batches, run.memory_budget)
     check_passes(groups, run.resume_file)
     return groups
-
-
-class _Choice(NamedTuple):
-    """Chosen ranges of activations, and the plan with the chosen weight bits and float layers."""
-
-    plan: GraphPlan
-    ranges: ChosenRanges
-    unkept_plan: GraphPlan  # the plan without float fallback
-    noise: NoiseByLayer | None = None
-    kept: tuple[str, ...] = ()  # layers that float fallback keeps in float
-    steps: tuple[str, ...] = ()
-
-
-def _choose_quantizers(
-    graph_plan: GraphPlan,
-    calibration: Calibration,
-    isolated: IsolatedLayers,
-    samples: Samples,
-    work: Mapping[str, float],
-    options: Options,
-    run: RunOptions,
-    find_margin: Callable[[], float | None],
-) -> _Choice:
-    """Choose ranges of activations, bits of weights, and layers to keep in float.
-
-    ``find_margin`` returns the margin of all ranges with all layers quantized, or None if it is unknown.
-    """
-    with running("choosing ranges"):
-        placements = graph_plan.placements(calibration.ranges)
-        clipped: frozenset[str] | None = None
-        if options.observer is None:
-            max_noise = MAX_REMAINING_NOISE if options.is_measured else MAX_CLIPPED_NOISE
-            clipped = frozenset(choose_clipped(graph_plan, calibration, placements, isolated, max_noise))
-            named = observers_of_rules(graph_plan, placements)
-            clipped = (clipped - set(named)) | {group for group, observer in named.items() if observer.kind != "minmax"}
-        ranges = ChosenRanges(choose_params(placements, calibration, clipped), clipped)
-    if not options.is_measured:
-        return _Choice(graph_plan, ranges, graph_plan)
-    can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
-    with running("measuring noise at the outputs"):
-        noise = NoiseByLayer(graph_plan, ranges.params, samples.compared, run.workspace, placements, run.memory_budget)
-    if clipped is not None:
-        fixed = _fixed_groups(noise, graph_plan, placements)
-        margin = find_margin() if any(each.group not in fixed for each in placements) else None
-        with running("searching ranges"):
-            ranges = _searched_ranges(
-                noise, graph_plan, placements, calibration, clipped, samples, run.memory_budget, margin
-            )
-            noise.use(ranges.params)
-    widened: dict[str, float] = {}
-    if can_widen:
-        with running("choosing weight bits"):
-            widened = choose_wide(noise, graph_plan, work)
-            graph_plan = graph_plan.widened(widened)
-            noise.set_weights(graph_plan)
-    shares, unkept_plan = dict[str, float](), graph_plan
-    replan = partial(_with_float, unkept_plan, work, options, set(calibration.ranges), None)
-    current = noise  # of the plan with float layers
-    for _ in range(FALLBACK_ROUNDS if options.keep_float == "auto" else 0):
-        with running("float fallback"):
-            kept = choose_float(current, graph_plan, work, replan, shares)
-        if not kept:
-            break
-        remaining = 1 - sum(shares.values())
-        shares |= {name: remaining * share for name, share in kept.items()}
-        graph_plan = replan(list(shares))
-        placements = graph_plan.placements(calibration.ranges)
-        ranges = ranges.with_new(placements, calibration)
-        if clipped is None or current.largest_noise_of(graph_plan) > MAX_REPEATED_NOISE:
-            break
-        with running("searching ranges again"):  # without the noise of these layers, other ranges may be better
-            params = ranges.of(placements)
-            current = NoiseByLayer(
-                graph_plan, params, samples.compared, run.workspace, placements, run.memory_budget
-            )
-            searched = _searched_ranges(
-                current, graph_plan, placements, calibration, clipped, samples, run.memory_budget, None
-            )
-            ranges = ranges.updated(searched)
-            for each in (current, noise):
-                each.use(ranges.params)
-    steps = (
-        *ranges.steps,
-        *(f"8-bit weights for {name}: {share:.0%} less noise at the outputs" for name, share in widened.items()),
-        *(f"kept {name} in float: {share:.0%} less noise at the outputs" for name, share in shares.items()),
-    )
-    return _Choice(graph_plan, ranges, unkept_plan, noise, tuple(shares), steps)
-
-
-def _searched_ranges(
-    noise: NoiseByLayer,
-    graph_plan: GraphPlan,
-    placements: Sequence[QuantizerPlacement],
-    calibration: Calibration,
-    clipped: frozenset[str],
-    samples: Samples,
-    memory_budget: int | None,
-    margin: float | None,
-) -> ChosenRanges:
-    """Search ranges on the samples; with too few samples, use min-max ranges.
-
-    ``margin`` is the preferred margin, if there is one.
-    """
-    fixed = _fixed_groups(noise, graph_plan, placements)
-    if len(samples.every) < MIN_RANGE_SAMPLES:
-        return ChosenRanges(choose_params(placements, calibration, clipped & fixed), clipped & fixed)
-    bounds = SampleBounds.measure(graph_plan, calibration, samples.every, memory_budget)
-    first = len(samples.every) - len(samples.compared)
-    return search_ranges(noise, placements, calibration, clipped, bounds, first, fixed, margin)
-
-
-def _fixed_groups(noise: NoiseByLayer, graph_plan: GraphPlan, placements: Sequence[QuantizerPlacement]) -> set[str]:
-    """Return the groups that are not searched: a rule names their observer, or ``noise`` cannot replace their range."""
-    named = observers_of_rules(graph_plan, placements)
-    return {each.group for each in placements if each.group in named or not noise.can_replace(each.group)}
-
-
-def _unskipped_margin(
-    unskipped: GraphPlan | None,
-    skipped: GraphPlan,
-    batches: Batches,
-    chosen: tuple[Feed, ...],
-    samples: Samples,
-    options: Options,
-    run: RunOptions,
-) -> float | None:
-    """Search the margin of ranges for the plan without skipped layers; return None if it is not searched.
-
-    ``skipped`` is the plan with skipped layers, whose changed model is used.
-    """
-    if unskipped is None or len(samples.every) < MIN_RANGE_SAMPLES:
-        return None
-    try:
-        graph_plan = unskipped.with_model(skipped.model).with_fixed_inputs()
-        graph_plan = graph_plan.with_resized_outputs(resized_outputs=skipped.resized_outputs)
-        graph_plan = with_last_layers(graph_plan, multiplications(graph_plan, batches.check_first()), options.prefer)
-        groups = None if run.memory_budget is None else tensor_groups(graph_plan, batches, run.memory_budget)
-        with running("calibration of all layers"):
-            calibration = calibrate_groups(graph_plan, batches, groups, "minmax", False, None, chosen, run.workspace)
-        with running("searching ranges of all layers"):
-            placements = graph_plan.placements(calibration.ranges)
-            params = choose_params(placements, calibration, ())
-            noise = NoiseByLayer(graph_plan, params, samples.compared, run.workspace, placements, run.memory_budget)
-            none = frozenset[str]()
-            ranges = _searched_ranges(
-                noise, graph_plan, placements, calibration, none, samples, run.memory_budget, None
-            )
-            return ranges.margin if ranges.is_searched else None
-    except UNQUANTIZABLE as error:
-        _log.info("the margin of ranges was searched for the remaining layers: %s", error)
-        return None
-
-
-def _with_float(
-    graph_plan: GraphPlan,
-    work: Mapping[str, float],
-    options: Options,
-    observed: set[str],
-    fallback: Collection[str] | None,
-    names: Collection[str],
-) -> GraphPlan:
-    """Return a plan with some layers kept in float, and with the new last layers before them.
-
-    Layers in ``fallback`` are kept in float by float fallback, all others by ``max_drop``; None stands for all layers.
-    """
-    by_noise = [name for name in names if fallback is None or name in fallback]
-    graph_plan = graph_plan.without(by_noise, FALLBACK_REASON)
-    graph_plan = graph_plan.without(set(names) - set(by_noise), MAX_DROP_REASON)
-    plan = with_last_layers(graph_plan, work, options.prefer, observed)
-    # A new last layer may be read by a Concat whose other inputs were not observed.
-    is_observed = set(observed_tensors(plan)) - set(observed_tensors(graph_plan)) <= observed
-    return plan if is_observed else plan.with_float_joins()
 
 
 def _equalize_and_smooth(

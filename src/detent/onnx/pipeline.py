@@ -29,13 +29,14 @@ from detent.errors import NotCalibratedError, SpecError
 from detent.granularity import PerGroup
 from detent.metrics import OutputComparison, worst_output
 from detent.model_metric import MetricLike, MetricResult, get_metric, parse_drop
-from detent.onnx.accuracy_passes import Decided, Effort, KeepFloat, Options, RunOptions, decide_with_data, reject_empty
+from detent.onnx.accuracy_passes import Decided, decide_with_data, reject_empty
 from detent.onnx.calibration import Progress
 from detent.onnx.decisions import Decisions
 from detent.onnx.graph_plan import NO_KERNEL, WEIGHT_ONLY, GraphPlan, Preference, RecipeLike, plan
 from detent.onnx.metric_search import MetricGoal, MetricSearch
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import listening, running
+from detent.onnx.pass_options import Effort, KeepFloat, Options, RunOptions
 from detent.onnx.quality_warnings import QuantizeWarning, drop_warnings, quantize_warnings
 from detent.onnx.quantized_graph import layer_decisions, rewrite
 from detent.onnx_model.batches import KINDS, Batches, BatchSource, open_batches, samples_in
