@@ -151,6 +151,46 @@ def test_bar_on_a_terminal_only(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+PASSES = {"loading": 0.02, "calibration": 2.0, "searching ranges": 6.0, "planning": 0.03, "writing": 1.95}
+
+
+def test_each_pass_has_a_line_with_its_share(capsys):
+    Screen().passes(PASSES)
+    assert capsys.readouterr().err.splitlines() == [
+        "quantized in 10.0 s",
+        "  searching ranges: 6.0 s, 60 %",
+        "  calibration: 2.0 s, 20 %",
+        "  writing: 1.9 s, 20 %",
+        "  planning: 0.0 s, <1 %",
+        "  loading: 0.0 s, <1 %",
+    ]
+
+
+def test_short_passes_share_a_line_on_a_terminal(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal)
+    Screen().passes(PASSES)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert [line.partition(":")[0].strip() for line in lines] == [
+        "quantized in 10.0 s", "searching ranges", "calibration", "writing", "2 shorter passes"
+    ]  # fmt: skip
+    assert lines[-1].endswith(": 0.1 s, <1 %")
+
+
+def test_a_quiet_screen_shows_no_passes(capsys):
+    screen = Screen(quiet=True)
+    screen.passes(PASSES)
+    screen.passed("calibration", 60.0)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.5, ""), (60.0, "calibration took 60.0 s\n")])
+def test_a_long_pass_has_a_line_when_it_ends(capsys, seconds, expected):
+    Screen().passed("calibration", seconds)
+    assert capsys.readouterr().err == expected
+
+
 def shown_on_a_terminal(monkeypatch, width, *table, **options):
     """Print a table on a terminal of a given width, and return its lines."""
     terminal = Terminal()

@@ -181,6 +181,24 @@ def test_weights_alone_get_no_hint_of_targets(desk, monkeypatch, capsys):
     assert "VNNI" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_passes_and_efforts_are_on_stderr(desk, monkeypatch, capsys, quiet):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("detent.onnx.accuracy_passes.MIN_SECONDS_ANNOUNCED", 0.0)
+    arguments = ["quantize", "model.onnx", "-d", "calib.npz", "--effort", "fast", *QUICKLY]
+    assert main([*arguments, *(["--quiet"] if quiet else [])]) == 0
+    err = capsys.readouterr().err
+    announced = re.findall(r"^effort fast takes about \d+ s on this machine \(balanced .*, best .*\)$", err, re.M)
+    shares = re.findall(r"^  ([\w ]+): \d+\.\d s, (<?\d+) %$", err, re.M)
+    if quiet:
+        assert err == ""
+        return
+    assert len(announced) == 1
+    assert {"calibration", "equalization", "bias correction", "writing"} <= {name for name, _ in shares}
+    total = sum(int(share) for _, share in shares if share.isdigit())
+    assert 90 <= total <= 110, "rounded, without shares below 1 %"
+
+
 def test_limits_look_at_the_worst_output(desk, monkeypatch, capsys):
     """The second output is the first minus the mean over samples, so the second has the lower SQNR."""
     monkeypatch.chdir(desk)

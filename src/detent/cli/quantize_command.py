@@ -63,7 +63,6 @@ __all__ = ["EXAMPLE", "HELP", "run"]
 
 HELP = """Quantize and evaluate an ONNX model, or a checkpoint (with --to)."""
 EXAMPLE = "detent quantize model.onnx --data calibration.npz --report report.html"
-MAX_PASSES_SHOWN, MIN_SHARE = 4, 0.05  # number of passes whose share of the time is printed, and the smallest share
 MAX_STEPS_SHOWN = 6  # at most this many accuracy steps are printed; --json has all of them
 SUMMARY_COLUMNS = 80
 LARGEST_SEED = (1 << 63) - 1
@@ -436,7 +435,7 @@ class _Job:
             # If nothing is held out, the evaluation runs on the calibration batches anyway.
             compare = self.split is not None and self.split.is_held_out
             result = qo.quantize(source, self.output, data, progress=step, compare=compare, **options)
-        _note_passes(self.screen, result.passes)
+        self.screen.passes(result.passes)
         return result
 
     def _evaluate(self, source: "LoadedModel", result: "QuantizeReport", checks: "Checks") -> "Evaluation":
@@ -590,14 +589,6 @@ def _document(
         "sensitive_layers": [{**layer, "flag": skip_flag(layer["layer"])} for layer in document["sensitive_layers"]],
         "report": None if report is None else str(report),
     }
-
-
-def _note_passes(screen: Screen, passes: Mapping[str, float]) -> None:
-    """Print the passes that took the most time, with their shares of the time."""
-    total = max(sum(passes.values()), 1e-9)
-    longest = [name for name in sorted(passes, key=lambda name: -passes[name]) if passes[name] >= MIN_SHARE * total]
-    shares = ", ".join(f"{name} {passes[name] / total:.0%}" for name in longest[:MAX_PASSES_SHOWN])
-    screen.note(f"quantized in {total:.1f} s: {shares}")
 
 
 def _note_steps(screen: Screen, steps: Sequence[str]) -> None:
