@@ -119,41 +119,130 @@ def test_few_samples(tmp_path):
     assert codes(held_out) == []
 
 
+def test_repeated_samples_count_once(tmp_path):
+    once = images(1, batch=1)
+    report = quantized(tmp_path, chain(), once * 40)
+    assert text_of(report, "few-samples").startswith("only 1 distinct sample in 40: pass at least 32")
+    assert report.samples == 40
+    held_out = qe.quantize_and_evaluate(chain(), tmp_path / "e.onnx", images(20, batch=1) * 2, checks=FAST)
+    assert text_of(held_out, "few-samples").startswith("only 20 distinct samples in 40: ")
+    mixed = qe.quantize_and_evaluate(chain(), tmp_path / "e.onnx", images(33, batch=1) + once * 20, checks=FAST)
+    assert "few-samples" not in codes(mixed), "33 are distinct"
+
+
+def test_distinct_samples_of_parts_are_those_of_the_whole():
+    feeds = [{"x": np.float32([[i % 7], [i % 5]])} for i in range(20)]
+    whole = DataSummary()
+    for feed in feeds:
+        whole.add(feed)
+    assert (whole.samples, whole.distinct) == (40, 7)
+    for order in (range(20), range(19, -1, -1)):
+        merged = DataSummary()
+        for i in order:
+            part = DataSummary()
+            part.add(feeds[i])
+            merged.merge(part)
+        assert (merged.samples, merged.distinct, merged.digests) == (40, 7, whole.digests)
+        assert (merged.ranges, merged.sizes) == (whole.ranges, whole.sizes)
+    many = DataSummary()
+    many.add({"x": np.arange(50, dtype=np.float32)})
+    merged.merge(many)
+    assert len(merged.digests) == 32
+    assert merged.distinct == merged.samples == 90
+
+
 @pytest.mark.parametrize("value", [0.0, 0.5])
 def test_constant_data(tmp_path, value):
     data = [{"x": np.full((1, 8, 8, 8), value, np.float32)}] * 32
-    assert f"(x is {value:g})" in text_of(quantized(tmp_path, chain(), data), "constant-data")
-
-
-def test_one_constant_input_of_two_is_no_warning():
-    summary = DataSummary()
-    summary.add({"x": np.float32([1, 2]), "state": np.zeros((1, 4), np.float32)})
-    m = Maker()
-    model = m.model([("x", [2]), ("state", [1, 4])], [m.matmul(m.add("Add", ["x", "x"]), 2, 2)])
-    graph_plan = plan(qo.prepare(model))
-    assert [each.code for each in _data_warnings(graph_plan, summary)] == ["few-samples"]
+    assert f"the inputs are constant in all samples (x is {value:g})" in text_of(
+        quantized(tmp_path, chain(), data), "constant-data"
+    )
 
 
 @pytest.mark.parametrize(
-    ("scale", "factor", "expected"),
-    [(1.0, 1.0, True), (1.0, 1 / 255, False), (0.01, 1.0, False)],
-    ids=["raw pixels", "normalized pixels", "weights for raw pixels"],
+    ("state", "expected"),
+    [
+        (np.zeros((1, 4), np.float32), "the largest input is constant in all samples (state is 0): pass real data"),
+        (np.zeros((1, 1), np.float32), None),
+        (np.zeros((1, 4), np.int64), None),
+        (np.float32([[0, 0, 0, 1]]), None),
+    ],
+    ids=["large", "small", "integers", "varying"],
 )
-def test_pixels_that_were_not_normalized(tmp_path, scale, factor, expected):
+def test_a_constant_input_beside_one_that_varies(state, expected):
+    summary = DataSummary()
+    summary.add({"x": np.float32([1, 2]), "state": state})
+    m = Maker()
+    model = m.model([("x", [2])], [m.matmul(m.add("Add", ["x", "x"]), 2, 2)])
+    texts = [each.text for each in _data_warnings(plan(qo.prepare(model)), summary) if each.code == "constant-data"]
+    assert texts == ([] if expected is None else [f"{expected} for calibration"])
+
+
+def test_a_float_mask_of_ones_beside_token_ids_is_no_warning():
+    summary = DataSummary()
+    summary.add({"ids": np.array([[1, 7]]), "mask": np.ones((1, 2), np.float32)})
+    m = Maker()
+    graph_plan = plan(qo.prepare(m.model([("mask", [1, 2])], [m.matmul("mask", 2, 2)])))
+    assert [each.code for each in _data_warnings(graph_plan, summary)] == ["few-samples"]
+
+
+def pixels(kind, rng):
+    """Random pixels of an image: bytes, bytes minus 128, or bytes after a resize."""
+    integers = rng.integers(0, 256, (1, 8, 8, 8)).astype(np.float32)
+    resized = 0.5 * (integers + integers[..., ::-1])
+    resized.flat[0] = 254.5
+    return {"bytes": integers, "signed": integers - 128, "resized": resized, "normalized": integers / 255}[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "expected"),
+    [
+        ("bytes", 1.0, "integers from 0 to 255"),
+        ("signed", 1.0, "integers from -128 to 127"),
+        ("resized", 1.0, "numbers from "),
+        ("normalized", 1.0, None),
+        ("bytes", 0.01, None),
+        ("signed", 0.01, None),
+        ("resized", 0.01, None),
+    ],
+)
+def test_pixels_that_were_not_normalized(tmp_path, kind, scale, expected):
+    """The weights of the last three models are small enough for raw pixels."""
     rng = np.random.default_rng(0)
-    data = [{"x": (factor * rng.integers(0, 256, (1, 8, 8, 8))).astype(np.float32)} for _ in range(32)]
-    report = quantized(tmp_path, chain(scale=scale), data)
-    assert ("unscaled-data" in codes(report)) == expected
+    report = quantized(tmp_path, chain(scale=scale), [{"x": pixels(kind, rng)} for _ in range(32)])
+    assert ("unscaled-data" in codes(report)) == (expected is not None)
     if expected:
-        assert "input x holds integers from 0 to 255" in text_of(report, "unscaled-data")
+        assert f"input x holds {expected}" in text_of(report, "unscaled-data")
 
 
-def test_a_model_that_normalizes_pixels_itself_is_no_warning(tmp_path):
+@pytest.mark.parametrize("kind", ["bytes", "signed", "resized"])
+def test_a_normalization_after_the_first_layer_hides_the_size_of_its_weights(tmp_path, kind):
+    m = Maker()
+    ones, zeros = m.constant(np.ones(32, np.float32)), m.constant(np.zeros(32, np.float32))
+    t = m.add("InstanceNormalization", [m.conv("x", 8, 32, name="first"), ones, zeros])
+    model = m.model([("x", ["n", 8, 8, 8])], [m.conv(m.add("Relu", [t]), 32, 32, name="last")])
+    rng = np.random.default_rng(0)
+    report = quantized(tmp_path, model, [{"x": pixels(kind, rng)} for _ in range(32)])
+    assert "unscaled-data" not in codes(report)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("bytes", True), ("signed", False), ("resized", False)])
+def test_numbers_that_a_matmul_reads_need_not_be_pixels(tmp_path, kind, expected):
+    m = Maker()
+    t = m.add("Relu", [m.matmul("x", 8, 64, name="first")])
+    model = m.model([("x", ["n", 8, 8, 8])], [m.matmul(t, 64, 64, name="last")])
+    rng = np.random.default_rng(0)
+    report = quantized(tmp_path, model, [{"x": pixels(kind, rng)} for _ in range(32)])
+    assert ("unscaled-data" in codes(report)) == expected
+
+
+@pytest.mark.parametrize("kind", ["bytes", "signed", "resized"])
+def test_a_model_that_normalizes_pixels_itself_is_no_warning(tmp_path, kind):
     m = Maker()
     t = m.add("Sub", [m.add("Mul", ["x", m.constant(np.float32(1 / 128))]), m.constant(np.float32(1))])
     model = m.model([("x", ["n", 8, 8, 8])], [m.conv(t, 8, 64, name="first")])
     rng = np.random.default_rng(0)
-    data = [{"x": rng.integers(0, 256, (1, 8, 8, 8)).astype(np.float32)} for _ in range(32)]
+    data = [{"x": pixels(kind, rng)} for _ in range(32)]
     assert "unscaled-data" not in codes(quantized(tmp_path, model, data))
 
 

@@ -23,7 +23,13 @@ from detent.evaluate.speed_advice import SpeedAdvice, advise
 from detent.metrics import worst_output
 from detent.model_metric import AUTO, MetricLike
 from detent.onnx.pipeline import QuantizeReport
-from detent.onnx.quality_warnings import QuantizeWarning, few_samples, float_layers_text
+from detent.onnx.quality_warnings import (
+    MIN_SAMPLES,
+    DataSummary,
+    QuantizeWarning,
+    few_samples,
+    float_layers_text,
+)
 from detent.onnx_model.batches import BatchSource
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.provenance import Provenance
@@ -423,9 +429,23 @@ class _Evaluator:
         if missed:
             yield QuantizeWarning("max-drop", missed)
         if any(line.input for line in self.result.layers):
-            yield from few_samples(self.result.samples + accuracy.samples * self.split.is_held_out)
+            yield from few_samples(*self._sample_counts(self.split, accuracy))
         replaced = (*MEASURED_AGAIN, *(["max-drop"] if missed else []))
         yield from (each for each in self.result.warnings if each.code not in replaced)
+
+    def _sample_counts(self, split: Split, accuracy: Accuracy) -> tuple[int, int]:
+        """Return the number of all samples and of distinct samples, of calibration and evaluation together."""
+        count, data = self.result.samples + accuracy.samples * split.is_held_out, self.result.data
+        if data is None:
+            return count, count
+        summary = DataSummary()
+        summary.merge(data)
+        summary.samples = count
+        for feed in split.evaluation if split.is_held_out and summary.distinct < MIN_SAMPLES else ():
+            summary.add_digests(feed)
+            if summary.distinct >= MIN_SAMPLES:
+                break
+        return count, summary.distinct
 
     def _target_warnings(self) -> Iterator[QuantizeWarning]:
         """Yield a warning if the target does not suit this CPU."""
