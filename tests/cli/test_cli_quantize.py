@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 import detent as dt
+import detent.onnx as qo
 import detent.report as qr
 import detent.sensitivity as qs
 from detent.cli import main
@@ -17,6 +18,7 @@ from detent.evaluate.speed import Timing
 from detent.onnx_model import Provenance, make_session
 from detent.onnx_model.batches import open_batches
 from detent.onnx_model.model_inputs import inputs_of
+from tests.onnx.onnx_graphs import warning_codes
 
 from .cli_cases import detent, write_data, write_model
 
@@ -354,7 +356,56 @@ def test_warns_of_a_target_for_another_cpu(desk, monkeypatch, capsys):
     assert warning["text"].startswith(text)
     assert dict(qr.Report.load("r.json").facts)["Warning: target"] == warning["text"]
     assert main([*arguments, "--no-verify", "--dry-run", "--json"]) == 0
-    assert [each["code"] for each in json.loads(capsys.readouterr().out)["warnings"]] == ["target"]
+    assert [each["code"] for each in json.loads(capsys.readouterr().out)["warnings"]] == ["target", "few-samples"]
+
+
+def test_a_hint_of_a_target_of_8_bits_is_no_warning(desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("detent.evaluate.evaluation.has_vnni", lambda: True)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    write_data("enough.npz", samples=40)
+    arguments = ["quantize", "model.onnx", "-d", "enough.npz", "--target", "onnxruntime-avx2", "--strict", "--json"]
+    assert main([*arguments, *QUICKLY]) == 0
+    out, err = capsys.readouterr()
+    (hint,) = json.loads(out)["hints"]
+    assert hint.startswith("target onnxruntime-avx2 stores weights with 7 bits.")
+    assert f"hint: {hint}\n" in err
+
+
+@pytest.mark.parametrize("code", warning_codes())
+def test_strict_and_the_report_have_every_warning(desk, monkeypatch, capsys, code):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr(
+        "detent.evaluate.evaluation._Evaluator._result_warnings", lambda *_: [qo.QuantizeWarning(code, "some <text>")]
+    )
+    arguments = ["quantize", "model.onnx", "-d", "few.npz", "--effort", "fast", "--json", "--report", "r.html"]
+    assert main([*arguments, *QUICKLY]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ok"]
+    assert json.loads(out)["warnings"] == [{"code": code, "text": "some <text>"}]
+    assert f"warning: {code}: some <text>\n" in err
+    assert f"<dt>Warning: {code}</dt>" in (page := (desk / "r.html").read_text(encoding="utf-8"))
+    assert "some &lt;text&gt;" in page
+    assert main([*arguments, *QUICKLY, "--strict"]) == 1
+    out, err = capsys.readouterr()
+    assert not json.loads(out)["ok"]
+    assert f"error: --strict: got 1 warning ({code}), expected none (model.w8a8.onnx was still written)" in err
+
+
+@pytest.mark.parametrize(("data", "codes"), [("few.npz", ["few-samples"]), ("enough.npz", [])])
+def test_a_dry_run_is_strict_too(desk, monkeypatch, capsys, data, codes):
+    monkeypatch.chdir(desk)
+    write_data("enough.npz", samples=40)
+    arguments = ["quantize", "model.onnx", "-d", data, "--effort", "fast", "--dry-run"]
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"]
+    assert [each["code"] for each in document["warnings"]] == codes
+    assert main([*arguments, "--strict"]) == bool(codes)
+    err = capsys.readouterr().err
+    assert ("warning: few-samples: only 4 samples" in err) == bool(codes)
+    assert ("error: --strict: got 1 warning (few-samples), expected none\n" in err) == bool(codes)
+    assert not (desk / "model.w8a8.onnx").exists()
 
 
 def test_strict_turns_warnings_into_exit_code_1(desk, monkeypatch, capsys):

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx_graphs import Maker, conv_chain, images, rows, weights
+from onnx_graphs import Maker, conv_chain, images, rows, warning_codes, weights
 
 import detent.evaluate as qe
 import detent.onnx as qo
 from detent import report as qr
+from detent.cli import program_file
 from detent.evaluate import evaluation as evaluation_module
 from detent.evaluate import speed_advice
 from detent.evaluate.speed import Timing
@@ -325,9 +326,8 @@ def test_the_page_lists_every_code():
     page = (Path(__file__).parents[2] / "docs/howto/cli.md").read_text(encoding="utf-8")
     section = page.partition("**Warnings.**")[2].partition("**JSON.**")[0]
     listed = re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE)
-    documented = re.findall(r"^([a-z]+-?[a-z]+) {2,}", quality_warnings.__doc__, re.MULTILINE)
-    assert listed == [code for code in documented if code != "code"]
-    sources = [*map(inspect.getsource, (quality_warnings, evaluation_module, speed_advice))]
+    assert listed == warning_codes()
+    sources = [*map(inspect.getsource, (quality_warnings, evaluation_module, speed_advice, program_file))]
     written = set(re.findall(r"QuantizeWarning\(\s*\"([a-z-]+)\"", "".join(sources)))
     assert written == set(listed)
 

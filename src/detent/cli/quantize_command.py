@@ -5,7 +5,7 @@ With ``--to``, the model is a checkpoint of a language model; ``checkpoint_job``
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -300,27 +300,28 @@ def run(
     program = Program.at(model, trusted=trust_model)
     _check_files(model, output_path, report, read, program, force=force, dry_run=dry_run)
     _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)
-    source = load_source(screen, model, program)
+    source, early_warnings = load_source(screen, model, program)
     files = data_files(data, batch_size, preprocess, tokenizer)
     held_out = None if eval_data is None else data_files(eval_data, batch_size, preprocess, tokenizer)
     split = _split(source, files, held_out, labels, metric, max_drop, dry_run=dry_run)
     _check_data(screen, source, split, agreement=fail_below_agreement is not None)
-    warnings = _target_warnings(screen, target)
+    target_warnings = _target_warnings(screen, target)
     if dry_run:
-        _dry_run(screen, source, model, files, split, options, output_path, warnings, force=force)
+        warnings = (*early_warnings, *target_warnings)
+        _dry_run(screen, source, model, files, split, options, output_path, warnings, force=force, strict=strict)
         return
     checks = qe.Checks(verify=not no_verify, time=not no_bench, sensitivity=not no_rank)
     options["resume_file"] = resume_file
     if split is not None:
         qe.check_metric(source, split, metric)
         options |= split.search_arguments(metric, max_drop)
-    job = _Job(screen, split, output_path, report, str(context.obj or ""), metric, program)
+    job = _Job(screen, split, output_path, report, str(context.obj or ""), metric, program, early_warnings)
     with open_executor(workers, ray, work_directory) as (executor, arguments):
         evaluation = job.run(source, options | arguments, checks, executor)
     missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
     _show_evaluation(screen, evaluation, report)
     screen.emit(_document(model, evaluation, missed, report, strict=strict))
-    missed += _missed_by_warnings(evaluation) if strict else []
+    missed += _missed_by_warnings(evaluation.warnings) if strict else []
     if missed:
         fail(f"{'; '.join(missed)} ({output_path} was still written)", DIFFERENCE)
 
@@ -336,6 +337,7 @@ def _dry_run(
     warnings: "Sequence[QuantizeWarning]",
     *,
     force: bool,
+    strict: bool,
 ) -> None:
     """Estimate size, memory and time, and print them."""
     import detent.evaluate as qe  # noqa: PLC0415 - already loaded
@@ -344,14 +346,22 @@ def _dry_run(
     numbers = None if split is None else split.calibration.numbers
     with onnx_file(source, model) as path:
         estimate = qe.dry_run(path, files, numbers=numbers, **options)
+    is_held_out = split is not None and split.is_held_out  # then the number of samples is not known
+    others = (each for each in estimate.warnings if not (is_held_out and each.code == "few-samples"))
+    warnings = (*warnings, *others)
     _show_estimate(screen, estimate, output_path, force=force)
+    _show_warnings(screen, warnings)
+    missed = _missed_by_warnings(warnings) if strict else []
     screen.emit(
         {
+            "ok": not missed,
             "model": str(model),
             **_estimate_document(estimate, output_path),
             "warnings": [each._asdict() for each in warnings],
         }
     )
+    if missed:
+        fail("; ".join(missed), DIFFERENCE)
 
 
 def _given_options(context: typer.Context) -> dict[str, str]:
@@ -386,10 +396,15 @@ def _runs_checkpoint(context: typer.Context, model: Path, to: str | None) -> boo
     return False
 
 
-def _missed_by_warnings(evaluation: "Evaluation") -> list[str]:
+def _missed_by_warnings(warnings: "Sequence[QuantizeWarning]") -> list[str]:
     """Return the message of --strict, if there are warnings."""
-    codes = ", ".join(dict.fromkeys(each.code for each in evaluation.warnings))
-    return [f"--strict: got {counted(len(evaluation.warnings), 'warning')} ({codes}), expected none"] if codes else []
+    codes = ", ".join(dict.fromkeys(each.code for each in warnings))
+    return [f"--strict: got {counted(len(warnings), 'warning')} ({codes}), expected none"] if codes else []
+
+
+def _show_warnings(screen: Screen, warnings: "Sequence[QuantizeWarning]") -> None:
+    for warning in warnings:
+        screen.warn(f"{warning.code}: {warning.text}")
 
 
 @dataclass(frozen=True)
@@ -403,6 +418,7 @@ class _Job:
     command: str
     metric: str | None
     program: Program | None
+    warnings: "Sequence[QuantizeWarning]" = ()  # about the model file
 
     def run(
         self,
@@ -447,6 +463,7 @@ class _Job:
             evaluation = qe.evaluate_result(
                 source, result, self.split, checks=checks, progress=progress, metric=self.metric
             )
+        evaluation = replace(evaluation, warnings=(*self.warnings, *evaluation.warnings))
         if self.report is not None:
             from detent import report as qr  # noqa: PLC0415 - loaded only if needed
 
@@ -568,8 +585,7 @@ def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | No
             screen.say(f"  {share} of the noise  {skip_flag(layer.name)}")
     if report is not None:
         screen.say(f"report: {report}")
-    for warning in evaluation.warnings:
-        screen.warn(f"{warning.code}: {warning.text}")
+    _show_warnings(screen, evaluation.warnings)
 
 
 def _document(

@@ -33,7 +33,7 @@ from detent.onnx.quality_warnings import (
 from detent.onnx_model.batches import BatchSource
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.provenance import Provenance
-from detent.onnx_model.targets import has_vnni, mismatch
+from detent.onnx_model.targets import has_vnni, mismatch, vnni_hint
 from detent.recipe import Recipe
 from detent.tables import bytes_text, counted, html_table
 from detent.verification import VerifyReport, verify
@@ -86,7 +86,8 @@ class Evaluation:
             not run.
         sensitivity: output noise with one layer quantized at a time; None if it was not requested, could not run, or
             would take too long.
-        hints: options that make the quantized model faster, if it is about as fast as the float model.
+        hints: options that make the quantized model faster, if it is about as fast as the float model, and a target
+            that stores more bits on this CPU.
         warnings: warnings about accuracy on the evaluation batches, a slower quantized model, a target for another CPU,
             and checks that could not run. Warnings of ``result`` that the evaluation does not replace are included.
     """
@@ -415,7 +416,7 @@ class _Evaluator:
             timing,
             verification,
             sensitivity,
-            advice.hints,
+            (*advice.hints, *filter(None, [vnni_hint(self.result.plan.target.name, has_vnni())])),
             (*self._result_warnings(accuracy), *advice.warnings, *self._target_warnings(), *self.warnings),
         )
 

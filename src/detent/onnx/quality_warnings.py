@@ -2,8 +2,8 @@
 
 Each warning has a code, which does not change between versions, and a text that says what to do. ``qo.quantize``
 measures accuracy on calibration samples. ``detent.evaluate`` measures accuracy on held-out batches, and adds the
-warnings "slower", "target" and "not-run". A warning never stops the job; ``detent quantize --strict`` ends with exit
-code 1 if there are any.
+warnings "slower", "target" and "not-run". ``detent quantize`` adds "fixed-batch". A warning never stops the job;
+``detent quantize --strict`` ends with exit code 1 if there are any.
 
 ===================== ==========================================================================================
 code                  condition
@@ -19,6 +19,7 @@ float-layers          layers in float, or on float kernels, hold over 10 % of th
 padded-weights        a weight has fewer bits than the type that stores it
 max-drop              the metric drops by more than max_drop, or one sample counts more than max_drop
 target                the target does not suit this CPU
+fixed-batch           a PyTorch program has a fixed batch size
 not-run               a check could not run
 ===================== ==========================================================================================
 """
@@ -179,7 +180,7 @@ def quantize_warnings(
     comparison: OutputComparison,
     data: DataSummary | None,
 ) -> tuple[QuantizeWarning, ...]:
-    """Return the warnings of ``qo.quantize``: all codes except "slower", "target" and "not-run"."""
+    """Return the warnings of ``qo.quantize``: all codes except those that the evaluation adds."""
     warnings = list(accuracy_warnings(comparison))
     before, after = sizes
     if after > before:
