@@ -269,6 +269,49 @@ def test_layers_that_do_not_run_on_integer_kernels(tmp_path):
     assert "float-layers" not in codes(skipped), "the user chose it"
 
 
+def test_the_largest_layers_are_named(tmp_path):
+    m = Maker()
+    t = "x"
+    for i, side in enumerate((1, 5, 3, 9, 7)):
+        weight = m.constant(weights(8, 8, side, side, seed=i))
+        t = m.add("ConvTranspose", [t, weight], name=f"up{i}", pads=[side // 2] * 4)
+    model = m.model([("x", [1, 8, 8, 8])], [m.conv(m.add("Relu", [t]), 8, 8, name="last")])
+    text = text_of(quantized(tmp_path, model, images(32, batch=1)), "float-layers")
+    assert re.findall(r"up\d", text) == ["up3", "up4", "up1"]
+    assert sum(map(int, re.findall(r"(\d+) more: ", text))) == 2
+
+
+@pytest.mark.parametrize(("channels", "expected"), [(71, True), (73, False)])
+def test_the_limit_of_float_layers(tmp_path, channels, expected):
+    """The first layer has 576 weights, and 10.1 % or 9.9 % of all weights and of all multiplications."""
+    m = Maker()
+    t = m.add("ConvTranspose", ["x", m.constant(weights(8, 8, 3, 3))], name="up", pads=[1] * 4)
+    model = m.model([("x", [1, 8, 8, 8])], [m.conv(m.add("Relu", [t]), 8, channels, name="last")])
+    report = quantized(tmp_path, model, images(32, batch=1))
+    assert report.multiplications == {"up": 64 * 576, "last": 64 * 72 * channels}
+    assert ("float-layers" in codes(report)) == expected
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_float_layer_with_many_multiplications_and_few_bytes(tmp_path, pooled):
+    m = Maker()
+    t = m.add("AveragePool", ["x"], kernel_shape=[16, 16], strides=[16, 16]) if pooled else "x"
+    t = m.add("Relu", [m.conv(t, 3, 16, 5, name="stem")])
+    t = m.add("Flatten", [m.add("GlobalAveragePool", [t])])
+    t = m.add("Relu", [m.matmul(t, 16, 512, name="wide")])
+    model = m.model([("x", [1, 3, 32, 32])], [m.matmul(t, 512, 512, name="last")])
+    report = quantized(tmp_path, model, images(32, channels=3, side=32, batch=1))
+    sizes = {line.name: line.nbytes_before for line in report.plan.layers}
+    assert sizes["stem"] < 0.01 * sum(sizes.values())
+    assert [layer.name for layer in report.layers if layer.reason] == ["stem"]
+    if pooled:
+        assert "float-layers" not in codes(report), "it has 2 % of the multiplications"
+    else:
+        assert text_of(report, "float-layers").startswith(
+            "only 2 of 3 layers run on integer kernels; others do 82% of the multiplications: stem: only 3 input"
+        )
+
+
 def test_weight_only_recipes_count_quantized_layers(tmp_path):
     m = Maker()
     t = m.add("GlobalAveragePool", [m.conv("x", 8, 16, 3, name="odd")])

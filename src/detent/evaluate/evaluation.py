@@ -29,6 +29,7 @@ from detent.onnx.quality_warnings import (
     QuantizeWarning,
     few_samples,
     float_layers_text,
+    layer_shares,
 )
 from detent.onnx_model.batches import BatchSource
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
@@ -192,8 +193,8 @@ class Evaluation:
         if not any(layer.input for layer in layers):  # weight-only: no layer is meant to run on an integer kernel
             others = in_float
             facts = [("quantized", f"{len(layers) - len(others):,} of {len(layers):,} layers")]
-        lines = {line.name: line for line in self.result.plan.layers}
-        return [*facts, *(("float kernel", text) for text in float_layers_text(others, lines))]
+        shares = layer_shares(self.result.plan, self.result.multiplications)
+        return [*facts, *(("float kernel", text) for text in float_layers_text(others, shares))]
 
     def __str__(self) -> str:
         facts = (f"  {label + ':':<18} {text}" for label, text in self.facts())

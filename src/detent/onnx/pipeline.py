@@ -141,6 +141,8 @@ class QuantizeReport:
         metric: the metric of both models on ``eval_data``; None without ``metric``, ``labels`` and ``max_drop``.
         data_notes: the kind of data files and their preprocessing, and types that were converted.
         data: ranges and distinct samples of the calibration data; None without data.
+        multiplications: multiplications of each layer on the first batch, by name; 0 for layers without an integer
+            kernel on any target, and empty without data.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
@@ -171,6 +173,7 @@ class QuantizeReport:
     metric: MetricResult | None = None
     data_notes: tuple[str, ...] = ()
     data: DataSummary | None = field(default=None, repr=False, compare=False)
+    multiplications: Mapping[str, float] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values; numbers may be infinite."""
@@ -629,10 +632,11 @@ def _finish(
         decided.decisions,
         comparison.not_compared,
         (
-            *quantize_warnings(decided.plan, layers, (size, written), comparison, decided.data),
+            *quantize_warnings(decided.plan, layers, (size, written), comparison, decided.data, decided.work),
             *drop_warnings(decided.search),
         ),
         0 if decided.data is None else decided.data.samples,
         search=decided.search,
         data=decided.data,
+        multiplications=decided.work,
     )

@@ -15,7 +15,8 @@ slower                the quantized model takes at least 5 % more CPU time than 
 few-samples           activations are quantized, and there are fewer than 32 samples, or fewer distinct ones
 constant-data         every input has the same value in all samples, or the largest float input has
 unscaled-data         an input looks like pixels from 0 to 255, but the weights of its layer expect small values
-float-layers          layers in float, or on float kernels, hold over 10 % of the weight bytes
+float-layers          layers in float, or on float kernels, hold over 10 % of the weight bytes, or do over 10 % of
+                      the multiplications
 padded-weights        a weight has fewer bits than the type that stores it
 max-drop              the metric drops by more than max_drop, or one sample counts more than max_drop
 target                the target does not suit this CPU
@@ -46,6 +47,7 @@ __all__ = [
     "drop_warnings",
     "few_samples",
     "float_layers_text",
+    "layer_shares",
     "quantize_warnings",
 ]
 
@@ -54,7 +56,7 @@ Array = NDArray[Any]
 MIN_SQNR_DB = 20.0  # at 20 dB, the error is a tenth of the signal's amplitude
 MIN_AGREEMENT = 0.98
 MIN_SAMPLES = 32
-MAX_FLOAT_SHARE = 0.1  # share of the weight bytes
+MAX_FLOAT_SHARE = 0.1  # share of the weight bytes or of the multiplications, whichever is larger
 MAX_LAYERS_NAMED = 3
 MIN_BYTE_RANGE, MAX_BYTE = 50, 255  # largest values of integers that look like pixels in bytes
 MAX_SIGNED_BYTE = 127  # the same for pixels minus 128
@@ -179,8 +181,12 @@ def quantize_warnings(
     sizes: tuple[int, int],
     comparison: OutputComparison,
     data: DataSummary | None,
+    work: Mapping[str, float],
 ) -> tuple[QuantizeWarning, ...]:
-    """Return the warnings of ``qo.quantize``: all codes except those that the evaluation adds."""
+    """Return the warnings of ``qo.quantize``: all codes except those that the evaluation adds.
+
+    ``sizes`` are the bytes of the float file and of the quantized file. ``work`` has the multiplications of each layer.
+    """
     warnings = list(accuracy_warnings(comparison))
     before, after = sizes
     if after > before:
@@ -191,7 +197,7 @@ def quantize_warnings(
         warnings.append(QuantizeWarning("larger-file", text))
     if data is not None:
         warnings += _data_warnings(plan, data)
-    warnings += _layer_warnings(plan, layers)
+    warnings += _layer_warnings(plan, layers, work)
     return tuple(warnings)
 
 
@@ -307,20 +313,25 @@ def _is_normalized(plan: GraphPlan, name: str) -> bool:
     )
 
 
-def _layer_warnings(plan: GraphPlan, layers: Sequence[LayerRow]) -> Iterator[QuantizeWarning]:
+def _layer_warnings(
+    plan: GraphPlan, layers: Sequence[LayerRow], work: Mapping[str, float]
+) -> Iterator[QuantizeWarning]:
     lines = {line.name: line for line in plan.layers}
     has_inputs = any(line.has_quantized_input for line in plan.quantized)
     planned = [layer for layer in layers if _runs_as_planned(layer, lines[layer.name], has_inputs=has_inputs)]
     slow = [layer for layer in layers if layer.reason not in DELIBERATE and layer not in planned]
-    total = sum(line.nbytes_before for line in plan.layers) or 1
-    share = sum(lines[layer.name].nbytes_before for layer in slow) / total
-    if share > MAX_FLOAT_SHARE and plan.target.runtime == "onnxruntime":
+    names = {layer.name for layer in slow}
+    by_bytes, by_work = _byte_shares(plan), _work_shares(work if has_inputs else {})
+    nbytes, multiplied = (sum(shares.get(name, 0.0) for name in names) for shares in (by_bytes, by_work))
+    if max(nbytes, multiplied) > MAX_FLOAT_SHARE and plan.target.runtime == "onnxruntime":
         done = len(planned)
         what = "run on integer kernels" if has_inputs else "are quantized"
-        names = "; ".join(float_layers_text(slow, lines))
+        share = f"hold {nbytes:.0%} of the weights"
+        if multiplied > nbytes:
+            share = f"do {multiplied:.0%} of the multiplications"
+        texts = "; ".join(float_layers_text(slow, layer_shares(plan, work if has_inputs else {})))
         yield QuantizeWarning(
-            "float-layers",
-            f"only {done:,} of {len(layers):,} layers {what}; others hold {share:.0%} of the weights: {names}",
+            "float-layers", f"only {done:,} of {len(layers):,} layers {what}; others {share}: {texts}"
         )
     padded = [line for line in plan.quantized if PADDED in line.note]
     if padded:
@@ -339,9 +350,25 @@ def _runs_as_planned(layer: LayerRow, line: LayerPlan, *, has_inputs: bool) -> b
     return layer.runs_on_integer_kernel if has_inputs and has_kernel else not layer.reason
 
 
-def float_layers_text(layers: Sequence[LayerRow], lines: Mapping[str, LayerPlan]) -> list[str]:
-    """Name the three largest layers with their reasons, and count the others by reason."""
-    ranked = sorted(layers, key=lambda layer: -lines[layer.name].nbytes_before)
+def layer_shares(plan: GraphPlan, work: Mapping[str, float]) -> dict[str, float]:
+    """Return each layer's share of the weight bytes or of the multiplications, whichever is larger."""
+    by_work = _work_shares(work)
+    return {name: max(share, by_work.get(name, 0.0)) for name, share in _byte_shares(plan).items()}
+
+
+def _byte_shares(plan: GraphPlan) -> dict[str, float]:
+    total = sum(line.nbytes_before for line in plan.layers) or 1
+    return {line.name: line.nbytes_before / total for line in plan.layers}
+
+
+def _work_shares(work: Mapping[str, float]) -> dict[str, float]:
+    total = sum(work.values()) or 1.0
+    return {name: each / total for name, each in work.items()}
+
+
+def float_layers_text(layers: Sequence[LayerRow], shares: Mapping[str, float]) -> list[str]:
+    """Name the three layers with the largest shares and their reasons, and count the others by reason."""
+    ranked = sorted(layers, key=lambda layer: -shares[layer.name])
     named = [f"{layer.name}: {layer.float_reason}" for layer in ranked[:MAX_LAYERS_NAMED]]
     others = Counter(layer.float_reason for layer in ranked[MAX_LAYERS_NAMED:])
     return [*named, *(f"{count:,} more: {reason}" for reason, count in others.most_common())]
