@@ -73,6 +73,34 @@ def test_low_accuracy_is_a_warning_with_samples_and_intervals():
     assert list(accuracy_warnings(compared(scores, [np.float32(1.01) * each for each in scores]))) == []
 
 
+def test_low_accuracy_of_rows_that_may_have_changed_places():
+    rng = np.random.default_rng(0)
+    boxes = [rng.normal(size=(count, 4)).astype(np.float32) for count in (3, 5, 2, 4)]
+    comparison = OutputComparison(["boxes"])
+    for i, x in enumerate(boxes):
+        comparison.add([x], [x[1:] if i % 2 else x[::-1]], 1)
+    (warning,) = accuracy_warnings(comparison)
+    assert " dB on 2 of 4 samples" in warning.text
+    assert "rows may have changed places: measure the accuracy with --metric module:function" in warning.text
+    assert "--skip" not in warning.text
+    fixed = compared(boxes[:1] * 4, [each[::-1] for each in boxes[:1] * 4])
+    (text,) = [each.text for each in accuracy_warnings(fixed) if each.code == "low-sqnr"]
+    assert " dB on 12 samples" in text
+    assert "--skip" in text
+    assert "places" not in text
+
+
+def test_rows_that_vary_with_the_data_have_no_classes():
+    rng = np.random.default_rng(0)
+    varying, fixed = OutputComparison(["y"]), OutputComparison(["y"])
+    for count in (3, 5, 2):
+        x = rng.normal(size=(count, 4)).astype(np.float32)
+        varying.add([x], [x], 1)
+        fixed.add([x], [x], count)
+    assert (varying.agreement, varying.scores["y"].measure) == (None, "relative error")
+    assert (fixed.agreement, fixed.scores["y"].measure) == (1.0, "top-1 agreement")
+
+
 def test_low_accuracy_on_held_out_batches(tmp_path):
     m = Maker()
     t = m.add("Relu", [m.conv("x", 8, 32, name="first")])

@@ -204,14 +204,23 @@ def quantize_warnings(
 def accuracy_warnings(comparison: OutputComparison) -> Iterator[QuantizeWarning]:
     """Yield warnings if the SQNR or the top-1 agreement is low, with confidence intervals of 95 %."""
     name = worst_output(comparison.sqnr_db)
-    sqnr_db, count = comparison.sqnr_db.get(name), counted(comparison.samples, "sample", ",")
+    sqnr_db, compared = comparison.sqnr_db.get(name), comparison.compared_samples(name)
     if sqnr_db is not None and not sqnr_db >= MIN_SQNR_DB:  # True for NaN
         interval = comparison.sqnr_interval_db(name)
         span = "" if interval is None else f" (95 % confidence: {interval[0]:.1f} to {interval[1]:.1f} dB)"
+        part = "" if compared == comparison.samples else f"{compared:,} of "
+        advice = (
+            "use --skip for the layers that detent sensitivity lists first, or use --prefer accuracy or --recipe w8a16"
+        )
+        if comparison.has_varying_rows(name):
+            advice = (
+                "the number of its rows depends on the data, so rows may have changed places: measure the accuracy "
+                "with --metric module:function"
+            )
         yield QuantizeWarning(
             "low-sqnr",
-            f"the SQNR of output {name} is only {sqnr_db:.1f} dB on {count}{span}: use --skip for the layers that "
-            "detent sensitivity lists first, or use --prefer accuracy or --recipe w8a16",
+            f"the SQNR of output {name} is only {sqnr_db:.1f} dB on {part}"
+            f"{counted(comparison.samples, 'sample', ',')}{span}: {advice}",
         )
     agreement, interval = comparison.agreement, comparison.agreement_interval
     if agreement is not None and interval is not None and agreement < MIN_AGREEMENT:
