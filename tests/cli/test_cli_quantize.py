@@ -423,6 +423,63 @@ def test_strict_turns_warnings_into_exit_code_1(desk, monkeypatch, capsys):
     assert "error: --strict: got 1 warning (few-samples), expected none (model.w8a8.onnx was still written)" in err
 
 
+def write_tiny_model(path):
+    """Write a model whose quantized file is larger than its float file."""
+    weight = onnx.numpy_helper.from_array(np.float32([[1], [2]]), "w")
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"], name="fc")],
+        "tiny",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 2])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 1])],
+        [weight],
+    )
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "ms", "is_kept"),
+    [("tiny.onnx", 2.0, False), ("tiny.onnx", 0.9, True), ("model.onnx", 2.0, True)],
+    ids=["larger and slower", "larger", "slower"],
+)
+def test_a_file_that_is_neither_smaller_nor_faster_is_removed(desk, monkeypatch, capsys, name, ms, is_kept):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("detent.evaluate.evaluation.time_models", lambda *_, **__: Timing(1.0, ms, 3, 1))
+    write_tiny_model("tiny.onnx")
+    shape = (40, 2) if name == "tiny.onnx" else (40, 8, 8, 8)
+    np.savez("data.npz", x=np.random.default_rng(0).normal(size=shape).astype(np.float32))
+    arguments = ["quantize", name, "-d", "data.npz", "--no-rank", "--no-verify", "-o", "q.onnx", "--report", "r.json"]
+    assert main([*arguments, "--json"]) == (not is_kept)
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert (document["ok"], document["output_is_kept"]) == (is_kept, is_kept)
+    assert (desk / "q.onnx").exists() == is_kept
+    assert (desk / "r.json").exists(), "the report says why"
+    if is_kept:
+        assert document["missed"] == []
+        return
+    (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert re.match(r"error: the file is not smaller \(\d+ B -> [0-9.]+ kB\), and the quantized model is slower", error)
+    assert error.endswith("To keep such a file, pass --keep-anyway (q.onnx was removed)")
+    assert main([*arguments, "--force"]) == 1
+    assert capsys.readouterr().out.startswith("q.onnx (removed)\n")
+    assert main([*arguments, "--force", "--keep-anyway"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("q.onnx\n")
+    assert "warning: larger-file: " in err
+    assert (desk / "q.onnx").is_file()
+
+
+def test_a_file_without_gain_names_its_float_layers(desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("detent.evaluate.evaluation.time_models", lambda *_, **__: Timing(1.0, 2.0, 3, 1))
+    monkeypatch.setattr("detent.evaluate.evaluation.Evaluation._float_layers", lambda _: ["fc: why", "2 more: because"])
+    write_tiny_model("tiny.onnx")
+    np.savez("data.npz", x=np.random.default_rng(0).normal(size=(40, 2)).astype(np.float32))
+    assert main(["quantize", "tiny.onnx", "-d", "data.npz", "--no-rank", "--no-verify", "--quiet"]) == 1
+    assert ". Layers on float kernels: fc: why; 2 more: because. To keep" in capsys.readouterr().err
+
+
 def test_a_good_model_gives_no_warning(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
     write_data("enough.npz", samples=40)

@@ -139,6 +139,21 @@ def test_a_larger_file(tmp_path):
     assert f"warning: {report.warnings[0]}" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "size", "expected"), [("w8a16", 2, True), ("w8a8", 2, False), ("w8a16", 512, False)]
+)
+def test_a_larger_file_without_integer_kernels_is_no_gain(tmp_path, recipe, size, expected):
+    m = Maker()
+    model = m.model([("x", [1, 6, 16])], [m.matmul("x", 16, size, name="fc")])
+    report = quantized(tmp_path, model, rows(32), recipe=recipe)
+    assert (report.nbytes_after > report.nbytes_before) == (size == 2)
+    assert report.layers[0].runs_on_integer_kernel == (recipe == "w8a8")
+    assert ("no-gain" in codes(report)) == expected
+    if expected:
+        start = "the file is larger, and no layer runs on an integer kernel: use the float model. fc: "
+        assert text_of(report, "no-gain").startswith(start)
+
+
 def test_few_samples(tmp_path):
     assert text_of(quantized(tmp_path, chain(), images(15, batch=2)), "few-samples").startswith("only 30 samples: ")
     assert "few-samples" not in codes(quantized(tmp_path, chain(), images(15, batch=2), recipe="w8a16"))

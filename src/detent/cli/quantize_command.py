@@ -248,6 +248,10 @@ def run(
     ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip verification.", rich_help_panel=CHECKS)] = False,
     no_bench: Annotated[bool, typer.Option("--no-bench", help="Skip timing.", rich_help_panel=CHECKS)] = False,
+    keep_anyway: Annotated[
+        bool,
+        typer.Option("--keep-anyway", help="Keep a file that is neither smaller nor faster.", rich_help_panel=CHECKS),
+    ] = False,
     no_rank: Annotated[
         bool, typer.Option("--no-rank", help="Skip the sensitivity measurement.", rich_help_panel=CHECKS)
     ] = False,
@@ -319,11 +323,31 @@ def run(
     with open_executor(workers, ray, work_directory) as (executor, arguments):
         evaluation = job.run(source, options | arguments, checks, executor)
     missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
-    _show_evaluation(screen, evaluation, report)
-    screen.emit(_document(model, evaluation, missed, report, strict=strict))
-    missed += _missed_by_warnings(evaluation.warnings) if strict else []
+    _finish(screen, model, evaluation, missed, report, strict=strict, keep_anyway=keep_anyway)
+
+
+def _finish(
+    screen: Screen,
+    model: Path,
+    evaluation: "Evaluation",
+    missed: list[str],
+    report: Path | None,
+    *,
+    strict: bool,
+    keep_anyway: bool,
+) -> None:
+    """Remove a file that is neither smaller nor faster, print the evaluation, and fail if a limit is not met."""
+    from detent.onnx_model.files import remove  # noqa: PLC0415 - already loaded
+
+    output, is_kept = evaluation.result.output, keep_anyway or not evaluation.no_gain
+    if not is_kept:
+        remove(output)
+        missed = [*missed, f"{evaluation.no_gain}. To keep such a file, pass --keep-anyway"]
+    _show_evaluation(screen, evaluation, report, is_kept=is_kept)
+    screen.emit(_document(model, evaluation, missed, report, strict=strict, is_kept=is_kept))
+    missed = [*missed, *(_missed_by_warnings(evaluation.warnings) if strict else [])]
     if missed:
-        fail(f"{'; '.join(missed)} ({output_path} was still written)", DIFFERENCE)
+        fail(f"{'; '.join(missed)} ({output} was {'still written' if is_kept else 'removed'})", DIFFERENCE)
 
 
 def _dry_run(
@@ -566,11 +590,11 @@ def _check_files(
         program.check_can_write(output, force=force, dry_run=dry_run)
 
 
-def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | None) -> None:
+def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | None, *, is_kept: bool) -> None:
     _note_steps(screen, evaluation.result.steps)
     for hint in (*evaluation.result.hints, *evaluation.hints):
         screen.note(f"hint: {hint}")
-    screen.say(str(evaluation.result.output), style="bold")
+    screen.say(f"{evaluation.result.output}{'' if is_kept else ' (removed)'}", style="bold")
     for label, text in evaluation.facts():
         screen.say(f"  {label + ':':<18} {text}")
     if evaluation.verification is not None:
@@ -595,12 +619,14 @@ def _document(
     report: Path | None,
     *,
     strict: bool,
+    is_kept: bool,
 ) -> dict[str, Any]:
     document = evaluation.to_dict()
     return {
         "ok": not missed and not (strict and evaluation.warnings),
         "missed": list(missed),
         "model": str(model),
+        "output_is_kept": is_kept,
         **document,
         "sensitive_layers": [{**layer, "flag": skip_flag(layer["layer"])} for layer in document["sensitive_layers"]],
         "report": None if report is None else str(report),

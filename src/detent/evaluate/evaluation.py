@@ -141,12 +141,34 @@ class Evaluation:
             missed.append("the quantized model failed verification: for details, run detent verify")
         return missed
 
+    @property
+    def time_text(self) -> str:
+        """Both run times as text; they are measured in ONNX Runtime, also for other targets. "" without times."""
+        if self.timing is None:
+            return ""
+        is_other = self.result.plan.target.runtime != "onnxruntime"
+        return f"{self.timing}{', in ONNX Runtime, not OpenVINO' if is_other else ''}"
+
+    @property
+    def no_gain(self) -> str:
+        """Why the file is neither smaller nor faster than the float model, or "" if it is one of both.
+
+        The text lists the slow layers, and the layers in float with their reasons.
+        """
+        before, after = self.result.nbytes_before, self.result.nbytes_after
+        slower = next((each.text for each in self.warnings if each.code == "slower"), "")
+        if after < before or not slower:
+            return ""
+        others = self._float_layers()
+        in_float = f". Layers on float kernels: {'; '.join(others)}" if others else ""
+        return f"the file is not smaller ({bytes_text(before)} -> {bytes_text(after)}), and {slower}{in_float}"
+
     def facts(self) -> list[tuple[str, str]]:
         """Return the summary as pairs of label and text: size, accuracy, time, layers on integer kernels."""
         before, after = self.result.nbytes_before, self.result.nbytes_after
         size = f"{bytes_text(before)} -> {bytes_text(after)} ({100 * after / max(1, before):.1f} %)"
         accuracy = [("outputs", "not compared: no data")] if self.accuracy is None else self._accuracy_facts()
-        timing = [] if self.timing is None else [("time", str(self.timing))]
+        timing = [("time", self.time_text)] if self.time_text else []
         return [("size", size), *accuracy, *timing, *self._kernel_facts()]
 
     def _accuracy_facts(self) -> list[tuple[str, str]]:
@@ -187,14 +209,24 @@ class Evaluation:
 
     def _kernel_facts(self) -> list[tuple[str, str]]:
         layers = self.result.layers
-        others = [layer for layer in layers if not layer.runs_on_integer_kernel]
-        facts = [("integer kernels", f"{len(layers) - len(others):,} of {len(layers):,} layers")]
-        in_float = [layer for layer in layers if layer.reason]
-        if not any(layer.input for layer in layers):  # weight-only: no layer is meant to run on an integer kernel
-            others = in_float
-            facts = [("quantized", f"{len(layers) - len(others):,} of {len(layers):,} layers")]
-        shares = layer_shares(self.result.plan, self.result.multiplications)
-        return [*facts, *(("float kernel", text) for text in float_layers_text(others, shares))]
+        if self._is_weight_only:
+            count = sum(not layer.reason for layer in layers)
+            facts = [("quantized", f"{count:,} of {len(layers):,} layers")]
+        else:
+            count = sum(layer.runs_on_integer_kernel for layer in layers)
+            facts = [("integer kernels", f"{count:,} of {len(layers):,} layers")]
+        return [*facts, *(("float kernel", text) for text in self._float_layers())]
+
+    @property
+    def _is_weight_only(self) -> bool:
+        """Whether no layer is meant to run on an integer kernel."""
+        return not any(layer.input for layer in self.result.layers)
+
+    def _float_layers(self) -> list[str]:
+        """Name the largest layers on float kernels with their reasons; for weight-only recipes, those in float."""
+        layers = self.result.layers
+        others = [each for each in layers if (each.reason if self._is_weight_only else not each.runs_on_integer_kernel)]
+        return float_layers_text(others, layer_shares(self.result.plan, self.result.multiplications))
 
     def __str__(self) -> str:
         facts = (f"  {label + ':':<18} {text}" for label, text in self.facts())

@@ -11,6 +11,7 @@ code                  condition
 low-sqnr              the SQNR of the worst output is below 20 dB
 low-agreement         the top-1 agreement is below 0.98
 larger-file           the quantized file is larger than the float file
+no-gain               the file is larger, and no layer runs on an integer kernel (of ONNX Runtime)
 slower                the quantized model takes at least 5 % more CPU time than the float model in ONNX Runtime
 few-samples           activations are quantized, and there are fewer than 32 samples, or fewer distinct ones
 constant-data         every input has the same value in all samples, or the largest float input has
@@ -195,6 +196,12 @@ def quantize_warnings(
             "matters, use the float file"
         )
         warnings.append(QuantizeWarning("larger-file", text))
+        if plan.target.runtime == "onnxruntime" and not any(layer.runs_on_integer_kernel for layer in layers):
+            texts = float_layers_text(layers, layer_shares(plan, work))
+            text = (
+                f"the file is larger, and no layer runs on an integer kernel: use the float model. {'; '.join(texts)}"
+            )
+            warnings.append(QuantizeWarning("no-gain", text))
     if data is not None:
         warnings += _data_warnings(plan, data)
     warnings += _layer_warnings(plan, layers, work)
