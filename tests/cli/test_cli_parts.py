@@ -177,8 +177,8 @@ def test_each_pass_has_a_line_with_its_share(capsys):
         "  searching ranges: 6.0 s, 60 %",
         "  calibration: 2.0 s, 20 %",
         "  writing: 1.9 s, 20 %",
-        "  planning: 0.0 s, <1 %",
-        "  loading: 0.0 s, <1 %",
+        "  planning: 30 ms, <1 %",
+        "  loading: 20 ms, <1 %",
     ]
 
 
@@ -191,7 +191,7 @@ def test_short_passes_share_a_line_on_a_terminal(monkeypatch):
     assert [line.partition(":")[0].strip() for line in lines] == [
         "quantized in 10.0 s", "searching ranges", "calibration", "writing", "2 shorter passes"
     ]  # fmt: skip
-    assert lines[-1].endswith(": 0.1 s, <1 %")
+    assert lines[-1].endswith(": 50 ms, <1 %")
 
 
 def test_a_quiet_screen_shows_no_passes(capsys):

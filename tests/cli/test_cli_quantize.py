@@ -191,7 +191,7 @@ def test_passes_and_efforts_are_on_stderr(desk, monkeypatch, capsys, quiet):
     assert main([*arguments, *(["--quiet"] if quiet else [])]) == 0
     err = capsys.readouterr().err
     announced = re.findall(r"^effort fast takes about \d+ s on this machine \(balanced .*, best .*\)$", err, re.M)
-    shares = re.findall(r"^  ([\w ]+): \d+\.\d s, (<?\d+) %$", err, re.M)
+    shares = re.findall(r"^  ([\w ]+): (?:\d+\.\d s|\d+ ms), (<?\d+) %$", err, re.M)
     if quiet:
         assert err == ""
         return

@@ -95,7 +95,7 @@ class Screen:
         if len(short) > 1:
             rows[f"{len(short)} shorter passes"] = sum(seconds[name] for name in short)
         self.note(f"quantized in {total:.1f} s")
-        self.note(*(f"  {name}: {each:.1f} s, {_share_text(each / total)}" for name, each in rows.items()))
+        self.note(*(f"  {name}: {_seconds_text(each)}, {_share_text(each / total)}" for name, each in rows.items()))
 
     def table(
         self,
@@ -172,6 +172,15 @@ class Screen:
         with Progress(*fields, console=self._err, transient=True) as bar:
             task = bar.add_task("", total=None)
             yield lambda label, done, total: bar.update(task, description=label, completed=done, total=total)
+
+
+def _seconds_text(seconds: float) -> str:
+    """Format a duration.
+
+    >>> _seconds_text(2.04), _seconds_text(0.031)
+    ('2.0 s', '31 ms')
+    """
+    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{1000 * seconds:.0f} ms"
 
 
 def _share_text(share: float) -> str:
