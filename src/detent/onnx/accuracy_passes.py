@@ -805,8 +805,7 @@ class _PlanNoise:
             return None
 
     def _mean(self, graph_plan: GraphPlan) -> float:
-        known = (noise for measured, noise in self._noises if measured is graph_plan)
-        noise = next(known, None)
+        noise = next((noise for measured, noise in self._noises if measured is graph_plan), None)
         if noise is None:
             noise = fmean(_min_max_noise(graph_plan.with_fixed_inputs(), self._samples, self._memory_budget))
             self._noises.append((graph_plan, noise))
