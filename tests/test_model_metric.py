@@ -37,6 +37,23 @@ def test_auto_is_top1_of_class_scores(labels, name):
     assert result == compared("auto", batches(SCORES), batches(changed(SCORES, 4)), labels)
 
 
+@pytest.mark.parametrize("labels", [None, LABELS[:3]])
+def test_auto_is_not_for_rows_that_depend_on_the_data(labels):
+    boxes = [{"boxes": SCORES[:count, :4], "scores": SCORES[:1]} for count in (3, 5, 2)]
+    for metric in (None, "auto"):
+        with pytest.raises(SpecError, match=r"output 'boxes' depends on the data.*--metric module:function"):
+            MetricComparison(metric, boxes, [1, 1, 1], labels)
+    assert MetricComparison("top1", boxes, [1, 1, 1]).measure(boxes).drop == 0
+    assert MetricComparison(lambda outputs: len(outputs["boxes"]), boxes, [1, 1, 1]).float_value == 10
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 2), (1, 1, 1)])
+def test_auto_is_for_rows_that_do_not_depend_on_the_data(sizes):
+    """The number of rows is proportional to the number of samples, or constant."""
+    scores = [{"y": SCORES[: 2 * size]} for size in sizes]
+    assert MetricComparison(None, scores, sizes).metric.name == "top-1 agreement"
+
+
 def test_the_drop_is_relative_to_the_float_model():
     wrong = (LABELS + 1) % 5
     labels = np.where(np.arange(40) < 10, wrong, LABELS)

@@ -15,7 +15,16 @@ from numpy.typing import ArrayLike, NDArray
 from detent.checks import float_array
 from detent.errors import DtypeError, ShapeError
 from detent.kernels import error_sum, largest_error, power_of_two, tree_sum
-from detent.output_measures import EQUAL_SHARE, TOP1, Measure, OutputScore, choose_measure, mask_threshold
+from detent.output_measures import (
+    EQUAL_SHARE,
+    RELATIVE_ERROR,
+    TOP1,
+    Measure,
+    OutputScore,
+    choose_measure,
+    mask_threshold,
+    rows_depend_on_data,
+)
 from detent.params import QuantParams
 from detent.plan import Plan, check_is_params
 from detent.tensor import QuantizedTensor
@@ -134,6 +143,9 @@ class OutputComparison:
         self._equal: dict[str, tuple[int, int]] = {}  # number of equal elements, number of all elements
         self._skipped: dict[str, list[str]] = {}  # reasons, one per batch
         self._measured: dict[str, _MeasuredOutput] = {}
+        self._reshaped = set[str]()  # outputs whose shapes differ on some batch
+        self._rows: dict[str, set[tuple[int, int]]] = {}  # number of rows and of samples, by batch
+        self._compared: dict[str, int] = {}  # number of samples that were compared
         self.batches = self.samples = 0
         self._sample_powers: dict[str, list[tuple[Array, Array]]] = {}  # one (signal, noise) pair per batch
 
@@ -145,10 +157,15 @@ class OutputComparison:
         self.batches += 1
         self.samples += samples
         for name, x, y in zip(self._names, expected, got, strict=True):
+            if isinstance(x, np.ndarray) and x.ndim:
+                self._rows.setdefault(name, set()).add((len(x), samples))
             reason = self._problem(x, y)
             if reason:
                 self._skipped.setdefault(name, []).append(reason)
+                if getattr(x, "shape", None) != getattr(y, "shape", None):
+                    self._reshaped.add(name)
                 continue
+            self._compared[name] = self._compared.get(name, 0) + samples
             if x.dtype.kind == "f":
                 floats = x.astype(np.float32), y.astype(np.float32)
                 self._powers.setdefault(name, SignalNoise()).add(*floats)
@@ -156,7 +173,15 @@ class OutputComparison:
             else:
                 equal, total = self._equal.get(name, (0, 0))
                 self._equal[name] = equal + int(np.count_nonzero(x == y)), total + x.size
-            self._measured.setdefault(name, _MeasuredOutput()).add(x, y)
+            self._measured.setdefault(name, _MeasuredOutput()).add(x, y, samples)
+
+    def compared_samples(self, name: str) -> int:
+        """Return the number of samples on which an output was compared."""
+        return self._compared.get(name, 0)
+
+    def has_varying_rows(self, name: str) -> bool:
+        """Return whether the rows of an output depend on the data, so that they may change places."""
+        return name in self._reshaped or rows_depend_on_data(self._rows.get(name, ()))
 
     def _problem(self, x: Array, y: Array) -> str:
         """Return why two outputs cannot be compared, or "" if they can be compared."""
@@ -201,7 +226,7 @@ class OutputComparison:
     def agreement_counts(self) -> tuple[int, int]:
         """The number of samples with equal classes, and the number of all samples; (0, 0) if ``agreement`` is None."""
         first = self._measured.get(self._names[0]) if self._names else None
-        if first is None or self._names[0] in self._skipped:
+        if first is None or self._names[0] in self._skipped or self.has_varying_rows(self._names[0]):
             return 0, 0
         return first.class_counts
 
@@ -250,8 +275,10 @@ class _MeasuredOutput:
         self._threshold = 0.0
         self._sums = np.zeros(2)
         self._has_labels = True  # one integer per sample so far
+        self._rows = set[tuple[int, int]]()  # number of rows and of samples, by batch
 
-    def add(self, x: Array, y: Array) -> None:
+    def add(self, x: Array, y: Array, samples: int) -> None:
+        self._rows.add((len(x) if x.ndim else 1, samples))
         self._has_labels = self._has_labels and x.dtype.kind != "f" and x.ndim > 0 and x.size == len(x)
         if self._measure is not None:
             self._sums += self._measure.sums(x, y, self._threshold)
@@ -265,6 +292,8 @@ class _MeasuredOutput:
         if self._measure is None:
             expected = [x for x, _ in self._first]
             self._measure, self._threshold = choose_measure(expected), mask_threshold(expected)
+            if self._measure is TOP1 and rows_depend_on_data(self._rows):
+                self._measure = RELATIVE_ERROR  # rows are objects such as boxes, not samples
             for x, y in self._first:
                 self._sums += self._measure.sums(x, y, self._threshold)
             self._first.clear()

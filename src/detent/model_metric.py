@@ -14,7 +14,8 @@ iou    intersection over union of the output and the labels' masks  the masks of
 ====== ============================================================ =============================
 
 The metric "auto" is top1 with labels. Without labels, it is the measure that fits the first output
-(``output_measures``); for the relative error, it is 1 minus the error.
+(``output_measures``); for the relative error, it is 1 minus the error. If the number of rows of the first
+output depends on the data, as for boxes after NonMaxSuppression, "auto" is an error.
 
 The drop of a quantized model is the float model's metric minus its own. Its standard error comes from parts of the
 batches: with drops d_1 .. d_K of K parts, it is the standard deviation of the d_k, divided by sqrt(K). Few parts
@@ -46,6 +47,7 @@ from detent.output_measures import (
     choose_measure,
     mask_threshold,
     predicted_classes,
+    rows_depend_on_data,
 )
 
 __all__ = [
@@ -188,11 +190,24 @@ class MetricComparison:
             chosen = get_metric(metric)
             is_relative = chosen is BUILT_IN["top1"] and self._labels is None
             return replace(chosen, name="top1 agreement with float") if is_relative else chosen
+        self._check_rows()
         return (
             BUILT_IN["top1"]
             if self._labels is not None
             else _fitting(_first(_joined(self._floats, None, self._budget)))
         )
+
+    def _check_rows(self) -> None:
+        """Reject a first output whose rows depend on the data: its rows are objects such as boxes, not samples."""
+        name = next(iter(_names(self._floats)), "")
+        batches = zip(self._floats, self._sizes, strict=True) if name else ()
+        rows = [(len(x), size) for outputs, size in batches if (x := outputs[name]).ndim]  # may be read from a file
+        if rows_depend_on_data(rows):
+            raise SpecError(
+                f"the number of rows of output {name!r} depends on the data, so metric 'auto' cannot tell what a row "
+                "is: pass a function (--metric module:function), which gets all outputs, or 'top1' if each row has "
+                "the class scores of one prediction"
+            )
 
     def measure(self, outputs: Sequence[Mapping[str, Array]]) -> MetricResult:
         """Measure a quantized model by its outputs, one dict per batch."""

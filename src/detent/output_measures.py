@@ -25,7 +25,7 @@ always in the same place. Boxes are four numbers that are not negative, and at m
 Values alone do not always tell embeddings and regressions from scores. If the choice is wrong, pass ``metric=``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -44,6 +44,7 @@ __all__ = [
     "choose_measure",
     "mask_threshold",
     "predicted_classes",
+    "rows_depend_on_data",
 ]
 
 Array = NDArray[Any]
@@ -117,6 +118,18 @@ def predicted_classes(scores: Array) -> Array:
 def mask_threshold(outputs: Sequence[Array]) -> float:
     """Return the threshold of masks: 0.5 if all float values are from 0 to 1, and 0 for logits."""
     return 0.5 if all(x.min() >= 0 and x.max() <= 1 for x in outputs if x.size) else 0.0
+
+
+def rows_depend_on_data(rows: Collection[tuple[int, int]]) -> bool:
+    """Return whether the number of rows of an output depends on the data, as after NonMaxSuppression.
+
+    ``rows`` has the number of rows and the number of samples of each batch. The number of rows does not depend on the
+    data if it is constant, or proportional to the number of samples.
+
+    >>> rows_depend_on_data([(3, 1), (5, 1)]), rows_depend_on_data([(12, 4), (6, 2)])
+    (True, False)
+    """
+    return len({count for count, _ in rows}) > 1 and len({count / max(samples, 1) for count, samples in rows}) > 1
 
 
 # Conditions

@@ -70,7 +70,7 @@ def test_vnni(monkeypatch, tmp_path, machine, text, expected):
         ("onnxruntime-vnni", False, "--target onnxruntime, which suits every CPU"),
         ("openvino-vnni", False, "--target openvino, which suits every CPU"),
         ("onnxruntime-avx2", False, ""),
-        ("onnxruntime-avx2", True, "use --target onnxruntime-vnni"),
+        ("onnxruntime-avx2", True, ""),
     ],
 )
 def test_target_and_cpu(monkeypatch, target, vnni, complaint):
@@ -78,6 +78,22 @@ def test_target_and_cpu(monkeypatch, target, vnni, complaint):
     warning = targets.mismatch(target, vnni)
     assert complaint in warning
     assert bool(warning) == bool(complaint)
+
+
+@pytest.mark.parametrize(
+    ("target", "vnni", "is_hinted"),
+    [
+        ("onnxruntime-avx2", True, True),
+        ("onnxruntime-avx2", False, False),
+        ("onnxruntime-avx2", None, False),
+        ("onnxruntime", True, False),
+        ("onnxruntime-vnni", True, False),
+    ],
+)
+def test_a_target_of_7_bits_on_a_cpu_with_vnni(target, vnni, is_hinted):
+    hint = targets.vnni_hint(target, vnni)
+    assert bool(hint) == is_hinted
+    assert not is_hinted or "--target onnxruntime-vnni stores 8 bits: usually more accurate, not always faster" in hint
 
 
 NARROW = {"qmin": -64, "qmax": 64}
@@ -149,6 +165,46 @@ def test_bar_on_a_terminal_only(monkeypatch, capsys):
         step(1, 2)
     assert "calibrating" in terminal.getvalue()
     assert capsys.readouterr().out == ""
+
+
+PASSES = {"loading": 0.02, "calibration": 2.0, "searching ranges": 6.0, "planning": 0.03, "writing": 1.95}
+
+
+def test_each_pass_has_a_line_with_its_share(capsys):
+    Screen().passes(PASSES)
+    assert capsys.readouterr().err.splitlines() == [
+        "quantized in 10.0 s",
+        "  searching ranges: 6.0 s, 60 %",
+        "  calibration: 2.0 s, 20 %",
+        "  writing: 1.9 s, 20 %",
+        "  planning: 30 ms, <1 %",
+        "  loading: 20 ms, <1 %",
+    ]
+
+
+def test_short_passes_share_a_line_on_a_terminal(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal)
+    Screen().passes(PASSES)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert [line.partition(":")[0].strip() for line in lines] == [
+        "quantized in 10.0 s", "searching ranges", "calibration", "writing", "2 shorter passes"
+    ]  # fmt: skip
+    assert lines[-1].endswith(": 50 ms, <1 %")
+
+
+def test_a_quiet_screen_shows_no_passes(capsys):
+    screen = Screen(quiet=True)
+    screen.passes(PASSES)
+    screen.passed("calibration", 60.0)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.5, ""), (60.0, "calibration took 60.0 s\n")])
+def test_a_long_pass_has_a_line_when_it_ends(capsys, seconds, expected):
+    Screen().passed("calibration", seconds)
+    assert capsys.readouterr().err == expected
 
 
 def shown_on_a_terminal(monkeypatch, width, *table, **options):

@@ -16,6 +16,7 @@ from torch import nn  # noqa: E402 - torch may be missing
 import detent as dt  # noqa: E402
 from detent.cli import main  # noqa: E402
 from detent.onnx_model import load  # noqa: E402
+from detent.report import Report  # noqa: E402
 
 from .cli_cases import write_data  # noqa: E402
 
@@ -83,6 +84,7 @@ def test_the_summary_names_modules(quantized):
     assert {each["layer"] for each in summary["sensitive_layers"]} <= {"features.0", "features.3", "classifier"}
     assert summary["verified"]
     assert summary["model"].endswith("net.pt2")
+    assert "fixed-batch" not in [each["code"] for each in summary["warnings"]]
 
 
 def test_the_file_matches_the_float_model(quantized):
@@ -107,8 +109,16 @@ def test_a_dry_run_writes_nothing(desk, capsys):
 
 def test_a_fixed_batch_is_reported(desk, capsys):
     arguments = ["--data", "calib.npz", "--trust-model", "--batch-size", "2", "--no-bench", "--no-rank", "--no-verify"]
-    assert main(["quantize", "fixed.pt2", *arguments]) == 0
-    assert "axis 0 of x is fixed to 2, as in the exported program" in capsys.readouterr().err
+    assert main(["quantize", "fixed.pt2", *arguments, "--json", "--report", "r.json"]) == 0
+    out, err = capsys.readouterr()
+    text = "axis 0 of x is fixed to 2, as in the exported program"
+    assert err.startswith("converting fixed.pt2 to ONNX\nwarning: axis 0"), "before the work"
+    assert f"\nwarning: fixed-batch: {text}" in err, "and after it"
+    (warning,) = [each for each in json.loads(out)["warnings"] if each["code"] == "fixed-batch"]
+    assert warning["text"].startswith(text)
+    assert dict(Report.load("r.json").facts)["Warning: fixed-batch"] == warning["text"]
+    assert main(["quantize", "fixed.pt2", *arguments, "--dry-run", "--strict"]) == 1
+    assert "fixed-batch" in capsys.readouterr().err.splitlines()[-1]
 
 
 def bad_data(path):

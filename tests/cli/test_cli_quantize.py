@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 import detent as dt
+import detent.onnx as qo
 import detent.report as qr
 import detent.sensitivity as qs
 from detent.cli import main
@@ -17,6 +18,7 @@ from detent.evaluate.speed import Timing
 from detent.onnx_model import Provenance, make_session
 from detent.onnx_model.batches import open_batches
 from detent.onnx_model.model_inputs import inputs_of
+from tests.onnx.onnx_graphs import warning_codes
 
 from .cli_cases import detent, write_data, write_model
 
@@ -181,6 +183,24 @@ def test_weights_alone_get_no_hint_of_targets(desk, monkeypatch, capsys):
     assert "VNNI" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_passes_and_efforts_are_on_stderr(desk, monkeypatch, capsys, quiet):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("detent.onnx.accuracy_passes.MIN_SECONDS_ANNOUNCED", 0.0)
+    arguments = ["quantize", "model.onnx", "-d", "calib.npz", "--effort", "fast", *QUICKLY]
+    assert main([*arguments, *(["--quiet"] if quiet else [])]) == 0
+    err = capsys.readouterr().err
+    announced = re.findall(r"^effort fast takes about \d+ s on this machine \(balanced .*, best .*\)$", err, re.M)
+    shares = re.findall(r"^  ([\w ]+): (?:\d+\.\d s|\d+ ms), (<?\d+) %$", err, re.M)
+    if quiet:
+        assert err == ""
+        return
+    assert len(announced) == 1
+    assert {"calibration", "equalization", "bias correction", "writing"} <= {name for name, _ in shares}
+    total = sum(int(share) for _, share in shares if share.isdigit())
+    assert 90 <= total <= 110, "rounded, without shares below 1 %"
+
+
 def test_limits_look_at_the_worst_output(desk, monkeypatch, capsys):
     """The second output is the first minus the mean over samples, so the second has the lower SQNR."""
     monkeypatch.chdir(desk)
@@ -336,7 +356,56 @@ def test_warns_of_a_target_for_another_cpu(desk, monkeypatch, capsys):
     assert warning["text"].startswith(text)
     assert dict(qr.Report.load("r.json").facts)["Warning: target"] == warning["text"]
     assert main([*arguments, "--no-verify", "--dry-run", "--json"]) == 0
-    assert [each["code"] for each in json.loads(capsys.readouterr().out)["warnings"]] == ["target"]
+    assert [each["code"] for each in json.loads(capsys.readouterr().out)["warnings"]] == ["target", "few-samples"]
+
+
+def test_a_hint_of_a_target_of_8_bits_is_no_warning(desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("detent.evaluate.evaluation.has_vnni", lambda: True)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    write_data("enough.npz", samples=40)
+    arguments = ["quantize", "model.onnx", "-d", "enough.npz", "--target", "onnxruntime-avx2", "--strict", "--json"]
+    assert main([*arguments, *QUICKLY]) == 0
+    out, err = capsys.readouterr()
+    (hint,) = json.loads(out)["hints"]
+    assert hint.startswith("target onnxruntime-avx2 stores weights with 7 bits.")
+    assert f"hint: {hint}\n" in err
+
+
+@pytest.mark.parametrize("code", warning_codes())
+def test_strict_and_the_report_have_every_warning(desk, monkeypatch, capsys, code):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr(
+        "detent.evaluate.evaluation._Evaluator._result_warnings", lambda *_: [qo.QuantizeWarning(code, "some <text>")]
+    )
+    arguments = ["quantize", "model.onnx", "-d", "few.npz", "--effort", "fast", "--json", "--report", "r.html"]
+    assert main([*arguments, *QUICKLY]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ok"]
+    assert json.loads(out)["warnings"] == [{"code": code, "text": "some <text>"}]
+    assert f"warning: {code}: some <text>\n" in err
+    assert f"<dt>Warning: {code}</dt>" in (page := (desk / "r.html").read_text(encoding="utf-8"))
+    assert "some &lt;text&gt;" in page
+    assert main([*arguments, *QUICKLY, "--strict"]) == 1
+    out, err = capsys.readouterr()
+    assert not json.loads(out)["ok"]
+    assert f"error: --strict: got 1 warning ({code}), expected none (model.w8a8.onnx was still written)" in err
+
+
+@pytest.mark.parametrize(("data", "codes"), [("few.npz", ["few-samples"]), ("enough.npz", [])])
+def test_a_dry_run_is_strict_too(desk, monkeypatch, capsys, data, codes):
+    monkeypatch.chdir(desk)
+    write_data("enough.npz", samples=40)
+    arguments = ["quantize", "model.onnx", "-d", data, "--effort", "fast", "--dry-run"]
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"]
+    assert [each["code"] for each in document["warnings"]] == codes
+    assert main([*arguments, "--strict"]) == bool(codes)
+    err = capsys.readouterr().err
+    assert ("warning: few-samples: only 4 samples" in err) == bool(codes)
+    assert ("error: --strict: got 1 warning (few-samples), expected none\n" in err) == bool(codes)
+    assert not (desk / "model.w8a8.onnx").exists()
 
 
 def test_strict_turns_warnings_into_exit_code_1(desk, monkeypatch, capsys):
@@ -352,6 +421,63 @@ def test_strict_turns_warnings_into_exit_code_1(desk, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert not json.loads(out)["ok"]
     assert "error: --strict: got 1 warning (few-samples), expected none (model.w8a8.onnx was still written)" in err
+
+
+def write_tiny_model(path):
+    """Write a model whose quantized file is larger than its float file."""
+    weight = onnx.numpy_helper.from_array(np.float32([[1], [2]]), "w")
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"], name="fc")],
+        "tiny",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 2])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 1])],
+        [weight],
+    )
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "ms", "is_kept"),
+    [("tiny.onnx", 2.0, False), ("tiny.onnx", 0.9, True), ("model.onnx", 2.0, True)],
+    ids=["larger and slower", "larger", "slower"],
+)
+def test_a_file_that_is_neither_smaller_nor_faster_is_removed(desk, monkeypatch, capsys, name, ms, is_kept):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("detent.evaluate.evaluation.time_models", lambda *_, **__: Timing(1.0, ms, 3, 1))
+    write_tiny_model("tiny.onnx")
+    shape = (40, 2) if name == "tiny.onnx" else (40, 8, 8, 8)
+    np.savez("data.npz", x=np.random.default_rng(0).normal(size=shape).astype(np.float32))
+    arguments = ["quantize", name, "-d", "data.npz", "--no-rank", "--no-verify", "-o", "q.onnx", "--report", "r.json"]
+    assert main([*arguments, "--json"]) == (not is_kept)
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert (document["ok"], document["output_is_kept"]) == (is_kept, is_kept)
+    assert (desk / "q.onnx").exists() == is_kept
+    assert (desk / "r.json").exists(), "the report says why"
+    if is_kept:
+        assert document["missed"] == []
+        return
+    (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert re.match(r"error: the file is not smaller \(\d+ B -> [0-9.]+ kB\), and the quantized model is slower", error)
+    assert error.endswith("To keep such a file, pass --keep-anyway (q.onnx was removed)")
+    assert main([*arguments, "--force"]) == 1
+    assert capsys.readouterr().out.startswith("q.onnx (removed)\n")
+    assert main([*arguments, "--force", "--keep-anyway"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("q.onnx\n")
+    assert "warning: larger-file: " in err
+    assert (desk / "q.onnx").is_file()
+
+
+def test_a_file_without_gain_names_its_float_layers(desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("detent.evaluate.evaluation.time_models", lambda *_, **__: Timing(1.0, 2.0, 3, 1))
+    monkeypatch.setattr("detent.evaluate.evaluation.Evaluation._float_layers", lambda _: ["fc: why", "2 more: because"])
+    write_tiny_model("tiny.onnx")
+    np.savez("data.npz", x=np.random.default_rng(0).normal(size=(40, 2)).astype(np.float32))
+    assert main(["quantize", "tiny.onnx", "-d", "data.npz", "--no-rank", "--no-verify", "--quiet"]) == 1
+    assert ". Layers on float kernels: fc: why; 2 more: because. To keep" in capsys.readouterr().err
 
 
 def test_a_good_model_gives_no_warning(desk, monkeypatch, capsys):

@@ -10,6 +10,7 @@ from onnx import parser
 from detent import report as qr
 from detent.errors import NotCalibratedError, SpecError, UnsupportedError
 from detent.evaluate import Accuracy, Checks, MetricResult, evaluation, quantize_and_evaluate
+from detent.evaluate.speed import Timing
 from detent.onnx import MetricSearch
 from detent.onnx.quality_warnings import QuantizeWarning
 from detent.onnx_model import files
@@ -146,6 +147,16 @@ def test_the_report_shows_the_evaluation(done):
     assert report.output_sqnr_db == done[0].accuracy.outputs_sqnr_db
     assert report.output_sqnr_against == "the float model, on 4 held-out batches"
     assert ("Time", str(done[0].timing)) in report.facts
+
+
+def test_times_of_a_file_for_openvino_are_those_of_onnxruntime(tmp_path, monkeypatch):
+    timing = Timing(4.0, 2.0, 10, 1)
+    monkeypatch.setattr(evaluation, "time_models", lambda *_, **__: timing)
+    for target, text in (("openvino", f"{timing}, in ONNX Runtime, not OpenVINO"), ("onnxruntime", str(timing))):
+        checks = NONE._replace(time=True)
+        result = quantize_and_evaluate(MODEL, tmp_path / "a.onnx", batches(3), target=target, checks=checks)
+        assert ("Time", text) in qr.build_from_evaluation(result).facts
+        assert ("time", text) in result.facts()
 
 
 def test_outputs_are_compared_once_unless_asked_for(tmp_path):

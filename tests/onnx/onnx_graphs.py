@@ -1,10 +1,12 @@
 """Small models with the operator patterns that Q/DQ placement must handle."""
 
+import re
 from collections import Counter
 
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
+from detent.onnx import quality_warnings
 from detent.onnx_model import optimized
 
 RNG = np.random.default_rng(0)
@@ -78,3 +80,9 @@ def conv_chain(activation="Relu"):
     t = m.add(activation, [t])
     y = m.conv(t, 16, 4, name="last")
     return m.model([("x", ["n", 8, 8, 8])], [y])
+
+
+def warning_codes():
+    """List the codes of warnings, from the docstring of their module."""
+    codes = re.findall(r"^([a-z]+-?[a-z]+) {2,}", quality_warnings.__doc__, re.MULTILINE)
+    return [code for code in codes if code != "code"]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx_graphs import Maker, conv_chain, images, rows, weights
+from onnx_graphs import Maker, conv_chain, images, rows, warning_codes, weights
 
 import detent.evaluate as qe
 import detent.onnx as qo
 from detent import report as qr
+from detent.cli import program_file
 from detent.evaluate import evaluation as evaluation_module
 from detent.evaluate import speed_advice
 from detent.evaluate.speed import Timing
@@ -72,6 +73,34 @@ def test_low_accuracy_is_a_warning_with_samples_and_intervals():
     assert list(accuracy_warnings(compared(scores, [np.float32(1.01) * each for each in scores]))) == []
 
 
+def test_low_accuracy_of_rows_that_may_have_changed_places():
+    rng = np.random.default_rng(0)
+    boxes = [rng.normal(size=(count, 4)).astype(np.float32) for count in (3, 5, 2, 4)]
+    comparison = OutputComparison(["boxes"])
+    for i, x in enumerate(boxes):
+        comparison.add([x], [x[1:] if i % 2 else x[::-1]], 1)
+    (warning,) = accuracy_warnings(comparison)
+    assert " dB on 2 of 4 samples" in warning.text
+    assert "rows may have changed places: measure the accuracy with --metric module:function" in warning.text
+    assert "--skip" not in warning.text
+    fixed = compared(boxes[:1] * 4, [each[::-1] for each in boxes[:1] * 4])
+    (text,) = [each.text for each in accuracy_warnings(fixed) if each.code == "low-sqnr"]
+    assert " dB on 12 samples" in text
+    assert "--skip" in text
+    assert "places" not in text
+
+
+def test_rows_that_vary_with_the_data_have_no_classes():
+    rng = np.random.default_rng(0)
+    varying, fixed = OutputComparison(["y"]), OutputComparison(["y"])
+    for count in (3, 5, 2):
+        x = rng.normal(size=(count, 4)).astype(np.float32)
+        varying.add([x], [x], 1)
+        fixed.add([x], [x], count)
+    assert (varying.agreement, varying.scores["y"].measure) == (None, "relative error")
+    assert (fixed.agreement, fixed.scores["y"].measure) == (1.0, "top-1 agreement")
+
+
 def test_low_accuracy_on_held_out_batches(tmp_path):
     m = Maker()
     t = m.add("Relu", [m.conv("x", 8, 32, name="first")])
@@ -110,6 +139,21 @@ def test_a_larger_file(tmp_path):
     assert f"warning: {report.warnings[0]}" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "size", "expected"), [("w8a16", 2, True), ("w8a8", 2, False), ("w8a16", 512, False)]
+)
+def test_a_larger_file_without_integer_kernels_is_no_gain(tmp_path, recipe, size, expected):
+    m = Maker()
+    model = m.model([("x", [1, 6, 16])], [m.matmul("x", 16, size, name="fc")])
+    report = quantized(tmp_path, model, rows(32), recipe=recipe)
+    assert (report.nbytes_after > report.nbytes_before) == (size == 2)
+    assert report.layers[0].runs_on_integer_kernel == (recipe == "w8a8")
+    assert ("no-gain" in codes(report)) == expected
+    if expected:
+        start = "the file is larger, and no layer runs on an integer kernel: use the float model. fc: "
+        assert text_of(report, "no-gain").startswith(start)
+
+
 def test_few_samples(tmp_path):
     assert text_of(quantized(tmp_path, chain(), images(15, batch=2)), "few-samples").startswith("only 30 samples: ")
     assert "few-samples" not in codes(quantized(tmp_path, chain(), images(15, batch=2), recipe="w8a16"))
@@ -119,41 +163,130 @@ def test_few_samples(tmp_path):
     assert codes(held_out) == []
 
 
+def test_repeated_samples_count_once(tmp_path):
+    once = images(1, batch=1)
+    report = quantized(tmp_path, chain(), once * 40)
+    assert text_of(report, "few-samples").startswith("only 1 distinct sample in 40: pass at least 32")
+    assert report.samples == 40
+    held_out = qe.quantize_and_evaluate(chain(), tmp_path / "e.onnx", images(20, batch=1) * 2, checks=FAST)
+    assert text_of(held_out, "few-samples").startswith("only 20 distinct samples in 40: ")
+    mixed = qe.quantize_and_evaluate(chain(), tmp_path / "e.onnx", images(33, batch=1) + once * 20, checks=FAST)
+    assert "few-samples" not in codes(mixed), "33 are distinct"
+
+
+def test_distinct_samples_of_parts_are_those_of_the_whole():
+    feeds = [{"x": np.float32([[i % 7], [i % 5]])} for i in range(20)]
+    whole = DataSummary()
+    for feed in feeds:
+        whole.add(feed)
+    assert (whole.samples, whole.distinct) == (40, 7)
+    for order in (range(20), range(19, -1, -1)):
+        merged = DataSummary()
+        for i in order:
+            part = DataSummary()
+            part.add(feeds[i])
+            merged.merge(part)
+        assert (merged.samples, merged.distinct, merged.digests) == (40, 7, whole.digests)
+        assert (merged.ranges, merged.sizes) == (whole.ranges, whole.sizes)
+    many = DataSummary()
+    many.add({"x": np.arange(50, dtype=np.float32)})
+    merged.merge(many)
+    assert len(merged.digests) == 32
+    assert merged.distinct == merged.samples == 90
+
+
 @pytest.mark.parametrize("value", [0.0, 0.5])
 def test_constant_data(tmp_path, value):
     data = [{"x": np.full((1, 8, 8, 8), value, np.float32)}] * 32
-    assert f"(x is {value:g})" in text_of(quantized(tmp_path, chain(), data), "constant-data")
-
-
-def test_one_constant_input_of_two_is_no_warning():
-    summary = DataSummary()
-    summary.add({"x": np.float32([1, 2]), "state": np.zeros((1, 4), np.float32)})
-    m = Maker()
-    model = m.model([("x", [2]), ("state", [1, 4])], [m.matmul(m.add("Add", ["x", "x"]), 2, 2)])
-    graph_plan = plan(qo.prepare(model))
-    assert [each.code for each in _data_warnings(graph_plan, summary)] == ["few-samples"]
+    assert f"the inputs are constant in all samples (x is {value:g})" in text_of(
+        quantized(tmp_path, chain(), data), "constant-data"
+    )
 
 
 @pytest.mark.parametrize(
-    ("scale", "factor", "expected"),
-    [(1.0, 1.0, True), (1.0, 1 / 255, False), (0.01, 1.0, False)],
-    ids=["raw pixels", "normalized pixels", "weights for raw pixels"],
+    ("state", "expected"),
+    [
+        (np.zeros((1, 4), np.float32), "the largest input is constant in all samples (state is 0): pass real data"),
+        (np.zeros((1, 1), np.float32), None),
+        (np.zeros((1, 4), np.int64), None),
+        (np.float32([[0, 0, 0, 1]]), None),
+    ],
+    ids=["large", "small", "integers", "varying"],
 )
-def test_pixels_that_were_not_normalized(tmp_path, scale, factor, expected):
+def test_a_constant_input_beside_one_that_varies(state, expected):
+    summary = DataSummary()
+    summary.add({"x": np.float32([1, 2]), "state": state})
+    m = Maker()
+    model = m.model([("x", [2])], [m.matmul(m.add("Add", ["x", "x"]), 2, 2)])
+    texts = [each.text for each in _data_warnings(plan(qo.prepare(model)), summary) if each.code == "constant-data"]
+    assert texts == ([] if expected is None else [f"{expected} for calibration"])
+
+
+def test_a_float_mask_of_ones_beside_token_ids_is_no_warning():
+    summary = DataSummary()
+    summary.add({"ids": np.array([[1, 7]]), "mask": np.ones((1, 2), np.float32)})
+    m = Maker()
+    graph_plan = plan(qo.prepare(m.model([("mask", [1, 2])], [m.matmul("mask", 2, 2)])))
+    assert [each.code for each in _data_warnings(graph_plan, summary)] == ["few-samples"]
+
+
+def pixels(kind, rng):
+    """Random pixels of an image: bytes, bytes minus 128, or bytes after a resize."""
+    integers = rng.integers(0, 256, (1, 8, 8, 8)).astype(np.float32)
+    resized = 0.5 * (integers + integers[..., ::-1])
+    resized.flat[0] = 254.5
+    return {"bytes": integers, "signed": integers - 128, "resized": resized, "normalized": integers / 255}[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "expected"),
+    [
+        ("bytes", 1.0, "integers from 0 to 255"),
+        ("signed", 1.0, "integers from -128 to 127"),
+        ("resized", 1.0, "numbers from "),
+        ("normalized", 1.0, None),
+        ("bytes", 0.01, None),
+        ("signed", 0.01, None),
+        ("resized", 0.01, None),
+    ],
+)
+def test_pixels_that_were_not_normalized(tmp_path, kind, scale, expected):
+    """The weights of the last three models are small enough for raw pixels."""
     rng = np.random.default_rng(0)
-    data = [{"x": (factor * rng.integers(0, 256, (1, 8, 8, 8))).astype(np.float32)} for _ in range(32)]
-    report = quantized(tmp_path, chain(scale=scale), data)
-    assert ("unscaled-data" in codes(report)) == expected
+    report = quantized(tmp_path, chain(scale=scale), [{"x": pixels(kind, rng)} for _ in range(32)])
+    assert ("unscaled-data" in codes(report)) == (expected is not None)
     if expected:
-        assert "input x holds integers from 0 to 255" in text_of(report, "unscaled-data")
+        assert f"input x holds {expected}" in text_of(report, "unscaled-data")
 
 
-def test_a_model_that_normalizes_pixels_itself_is_no_warning(tmp_path):
+@pytest.mark.parametrize("kind", ["bytes", "signed", "resized"])
+def test_a_normalization_after_the_first_layer_hides_the_size_of_its_weights(tmp_path, kind):
+    m = Maker()
+    ones, zeros = m.constant(np.ones(32, np.float32)), m.constant(np.zeros(32, np.float32))
+    t = m.add("InstanceNormalization", [m.conv("x", 8, 32, name="first"), ones, zeros])
+    model = m.model([("x", ["n", 8, 8, 8])], [m.conv(m.add("Relu", [t]), 32, 32, name="last")])
+    rng = np.random.default_rng(0)
+    report = quantized(tmp_path, model, [{"x": pixels(kind, rng)} for _ in range(32)])
+    assert "unscaled-data" not in codes(report)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("bytes", True), ("signed", False), ("resized", False)])
+def test_numbers_that_a_matmul_reads_need_not_be_pixels(tmp_path, kind, expected):
+    m = Maker()
+    t = m.add("Relu", [m.matmul("x", 8, 64, name="first")])
+    model = m.model([("x", ["n", 8, 8, 8])], [m.matmul(t, 64, 64, name="last")])
+    rng = np.random.default_rng(0)
+    report = quantized(tmp_path, model, [{"x": pixels(kind, rng)} for _ in range(32)])
+    assert ("unscaled-data" in codes(report)) == expected
+
+
+@pytest.mark.parametrize("kind", ["bytes", "signed", "resized"])
+def test_a_model_that_normalizes_pixels_itself_is_no_warning(tmp_path, kind):
     m = Maker()
     t = m.add("Sub", [m.add("Mul", ["x", m.constant(np.float32(1 / 128))]), m.constant(np.float32(1))])
     model = m.model([("x", ["n", 8, 8, 8])], [m.conv(t, 8, 64, name="first")])
     rng = np.random.default_rng(0)
-    data = [{"x": rng.integers(0, 256, (1, 8, 8, 8)).astype(np.float32)} for _ in range(32)]
+    data = [{"x": pixels(kind, rng)} for _ in range(32)]
     assert "unscaled-data" not in codes(quantized(tmp_path, model, data))
 
 
@@ -177,6 +310,49 @@ def test_layers_that_do_not_run_on_integer_kernels(tmp_path):
     )
     skipped = quantized(tmp_path, chain(), images(32, batch=1), skip="second")
     assert "float-layers" not in codes(skipped), "the user chose it"
+
+
+def test_the_largest_layers_are_named(tmp_path):
+    m = Maker()
+    t = "x"
+    for i, side in enumerate((1, 5, 3, 9, 7)):
+        weight = m.constant(weights(8, 8, side, side, seed=i))
+        t = m.add("ConvTranspose", [t, weight], name=f"up{i}", pads=[side // 2] * 4)
+    model = m.model([("x", [1, 8, 8, 8])], [m.conv(m.add("Relu", [t]), 8, 8, name="last")])
+    text = text_of(quantized(tmp_path, model, images(32, batch=1)), "float-layers")
+    assert re.findall(r"up\d", text) == ["up3", "up4", "up1"]
+    assert sum(map(int, re.findall(r"(\d+) more: ", text))) == 2
+
+
+@pytest.mark.parametrize(("channels", "expected"), [(71, True), (73, False)])
+def test_the_limit_of_float_layers(tmp_path, channels, expected):
+    """The first layer has 576 weights, and 10.1 % or 9.9 % of all weights and of all multiplications."""
+    m = Maker()
+    t = m.add("ConvTranspose", ["x", m.constant(weights(8, 8, 3, 3))], name="up", pads=[1] * 4)
+    model = m.model([("x", [1, 8, 8, 8])], [m.conv(m.add("Relu", [t]), 8, channels, name="last")])
+    report = quantized(tmp_path, model, images(32, batch=1))
+    assert report.multiplications == {"up": 64 * 576, "last": 64 * 72 * channels}
+    assert ("float-layers" in codes(report)) == expected
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_float_layer_with_many_multiplications_and_few_bytes(tmp_path, pooled):
+    m = Maker()
+    t = m.add("AveragePool", ["x"], kernel_shape=[16, 16], strides=[16, 16]) if pooled else "x"
+    t = m.add("Relu", [m.conv(t, 3, 16, 5, name="stem")])
+    t = m.add("Flatten", [m.add("GlobalAveragePool", [t])])
+    t = m.add("Relu", [m.matmul(t, 16, 512, name="wide")])
+    model = m.model([("x", [1, 3, 32, 32])], [m.matmul(t, 512, 512, name="last")])
+    report = quantized(tmp_path, model, images(32, channels=3, side=32, batch=1))
+    sizes = {line.name: line.nbytes_before for line in report.plan.layers}
+    assert sizes["stem"] < 0.01 * sum(sizes.values())
+    assert [layer.name for layer in report.layers if layer.reason] == ["stem"]
+    if pooled:
+        assert "float-layers" not in codes(report), "it has 2 % of the multiplications"
+    else:
+        assert text_of(report, "float-layers").startswith(
+            "only 2 of 3 layers run on integer kernels; others do 82% of the multiplications: stem: only 3 input"
+        )
 
 
 def test_weight_only_recipes_count_quantized_layers(tmp_path):
@@ -236,9 +412,8 @@ def test_the_page_lists_every_code():
     page = (Path(__file__).parents[2] / "docs/howto/cli.md").read_text(encoding="utf-8")
     section = page.partition("**Warnings.**")[2].partition("**JSON.**")[0]
     listed = re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE)
-    documented = re.findall(r"^([a-z]+-?[a-z]+) {2,}", quality_warnings.__doc__, re.MULTILINE)
-    assert listed == [code for code in documented if code != "code"]
-    sources = [*map(inspect.getsource, (quality_warnings, evaluation_module, speed_advice))]
+    assert listed == warning_codes()
+    sources = [*map(inspect.getsource, (quality_warnings, evaluation_module, speed_advice, program_file))]
     written = set(re.findall(r"QuantizeWarning\(\s*\"([a-z-]+)\"", "".join(sources)))
     assert written == set(listed)
 

@@ -13,6 +13,7 @@ import detent.evaluate as qe
 import detent.onnx as qo
 import detent.sensitivity as qs
 from detent import report as qr
+from detent.errors import SpecError
 from detent.onnx.calibration import choose_params
 from detent.onnx.float_fallback import NoiseByLayer, choose_float
 from detent.onnx.graph_plan import plan
@@ -80,6 +81,20 @@ def test_evaluation_and_report_list_what_was_not_compared(tmp_path, feeds):
     assert evaluation.to_dict()["equal_share_by_output"] == dict(accuracy.outputs_equal)
     page = qr.build_from_evaluation(evaluation)
     assert f"output {boxes!r} not compared: {accuracy.not_compared[boxes]}" in page.notes
+
+
+def test_max_drop_needs_a_metric_of_boxes(tmp_path, feeds):
+    model, (boxes, _, _) = detector()
+    path = tmp_path / "q.onnx"
+    with pytest.raises(SpecError, match=f"rows of output '{boxes}' depends on the data, so metric 'auto' cannot"):
+        qo.quantize(model, path, feeds, progress=False, max_drop=0.1)
+    assert not path.exists()
+
+    def count(outputs):
+        return -abs(len(outputs[boxes]) - 100)
+
+    report = qo.quantize(model, path, feeds, progress=False, effort="fast", max_drop=1e9, metric=count)
+    assert report.metric.name == "count"
 
 
 def test_verification_says_which_outputs_it_did_not_compare_end_to_end(feeds):

@@ -76,3 +76,29 @@ def _quantized(path, folder, batch):
 def test_values_that_are_not_models_are_rejected(function, source):
     with pytest.raises(dt.SpecError, match="expected the model as a path, a ModelProto or a LoadedModel, got "):
         function(source)
+
+
+def test_remove_deletes_a_model_and_its_own_external_data(tmp_path):
+    weight = onnx.numpy_helper.from_array(np.ones((64, 64), np.float32), "w")
+    node, shape = onnx.helper.make_node("MatMul", ["x", "w"], ["y"]), ["n", 64]
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name in "xy")
+    versions = {"opset_imports": [onnx.helper.make_opsetid("", 17)], "ir_version": 8}
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", [x], [y], [weight]), **versions)
+    other = onnx.helper.make_model(onnx.helper.make_graph([node], "g", [x], [y], [weight]), **versions)
+    other.graph.initializer[0].raw_data = np.zeros((64, 64), np.float32).tobytes()
+    for each, name in ((model, "a.onnx"), (other, "b.onnx"), (other, "a.onnx.onnx")):
+        save(each, tmp_path / name, limit=1)
+    assert len(list(tmp_path.iterdir())) == 6
+    files.remove(tmp_path / "a.onnx")
+    assert not (tmp_path / "a.onnx").exists()
+    assert len(list(tmp_path.iterdir())) == 4
+    assert load(tmp_path / "b.onnx") == load(tmp_path / "a.onnx.onnx")
+
+
+def test_remove_keeps_external_data_of_other_tools(tmp_path):
+    weight = onnx.numpy_helper.from_array(np.ones((64, 64), np.float32), "w")
+    graph = onnx.helper.make_graph([], "g", [], [], [weight])
+    location = tmp_path / "a.onnx"
+    onnx.save(onnx.helper.make_model(graph), location, save_as_external_data=True, location="a.data", size_threshold=0)
+    files.remove(location)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.data"]

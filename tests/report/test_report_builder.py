@@ -424,7 +424,7 @@ def test_a_file_of_torch(tmp_path):
     assert page.reproduction.recipe == "w4a8"
     assert all(layer.input.clip_fraction is not None for layer in page.layers)
     assert page.agreement == 0.96875
-    assert page.output_sqnr_against == "what it was verified with"
+    assert page.output_sqnr_against == "the source model of dt.verify"
     assert "--skip" not in page.to_html()
 
 

@@ -26,8 +26,8 @@ HELP = """Quantize neural networks and verify that the exported file matches the
 
 `detent COMMAND --help` lists a command's options."""
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 mismatch, --fail-below limit not met, warning with --strict, or nothing quantized; "
-    "2 bad input; 3 optional package missing (see detent doctor); 130 interrupted."
+    "Exit codes: 0 done; 1 mismatch, --fail-below limit not met, warning with --strict, nothing quantized, or a file "
+    "that is neither smaller nor faster; 2 bad input; 3 optional package missing (see detent doctor); 130 interrupted."
 )
 COMMANDS = {
     "demo": demo_command,

@@ -15,8 +15,8 @@ BAD_INPUT, MISSING, INTERRUPTED = 2, 3, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Without arguments, print the help.
 
-    Exit codes: 0 done; 1 mismatch, limit not met, warning with --strict, or nothing quantized; 2 bad input; 3 optional
-    package missing; 130 interrupted.
+    Exit codes: 0 done; 1 mismatch, limit not met, warning with --strict, nothing quantized, or a file that is neither
+    smaller nor faster; 2 bad input; 3 optional package missing; 130 interrupted.
 
     >>> main(["--version"])  # doctest: +ELLIPSIS
     detent ...

@@ -17,11 +17,13 @@ from detent.cli.screen import Screen
 from detent.errors import SpecError
 
 if TYPE_CHECKING:
+    from detent.onnx.quality_warnings import QuantizeWarning
     from detent.onnx_model.files import LoadedModel
 
 __all__ = ["Program", "load_source", "onnx_file"]
 
 SUFFIX = ".pt2"
+FIXED_BATCH = "is fixed to"  # in the warning of ``program_to_onnx`` about a fixed batch axis
 
 
 @dataclass(frozen=True)
@@ -67,22 +69,23 @@ class Program:
         return load_model(self.onnx_path)
 
 
-def load_source(screen: Screen, path: Path, program: Program | None) -> "LoadedModel":
-    """Load an ONNX file, or convert a program to ONNX in memory."""
+def load_source(screen: Screen, path: Path, program: Program | None) -> "tuple[LoadedModel, list[QuantizeWarning]]":
+    """Load an ONNX file, or convert a program to ONNX in memory; also return warnings about the program."""
+    from detent.onnx.quality_warnings import QuantizeWarning  # noqa: PLC0415 - already loaded
     from detent.onnx_model.files import load_model  # noqa: PLC0415 - already loaded
 
     if program is None:
-        return load_model(path)
+        return load_model(path), []
     from detent.torch import program_to_onnx  # noqa: PLC0415 - loads torch
 
     screen.note(f"converting {path} to ONNX")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = program_to_onnx(path, trust=True)
-    for each in caught:
-        if each.category is UserWarning:
-            screen.warn(str(each.message))
-    return load_model(model)
+    texts = [str(each.message) for each in caught if each.category is UserWarning]
+    for text in texts:
+        screen.warn(text)
+    return load_model(model), [QuantizeWarning("fixed-batch", text) for text in texts if FIXED_BATCH in text]
 
 
 @contextmanager

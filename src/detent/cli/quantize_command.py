@@ -5,7 +5,7 @@ With ``--to``, the model is a checkpoint of a language model; ``checkpoint_job``
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,7 +63,6 @@ __all__ = ["EXAMPLE", "HELP", "run"]
 
 HELP = """Quantize and evaluate an ONNX model, or a checkpoint (with --to)."""
 EXAMPLE = "detent quantize model.onnx --data calibration.npz --report report.html"
-MAX_PASSES_SHOWN, MIN_SHARE = 4, 0.05  # number of passes whose share of the time is printed, and the smallest share
 MAX_STEPS_SHOWN = 6  # at most this many accuracy steps are printed; --json has all of them
 SUMMARY_COLUMNS = 80
 LARGEST_SEED = (1 << 63) - 1
@@ -249,6 +248,10 @@ def run(
     ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip verification.", rich_help_panel=CHECKS)] = False,
     no_bench: Annotated[bool, typer.Option("--no-bench", help="Skip timing.", rich_help_panel=CHECKS)] = False,
+    keep_anyway: Annotated[
+        bool,
+        typer.Option("--keep-anyway", help="Keep a file that is neither smaller nor faster.", rich_help_panel=CHECKS),
+    ] = False,
     no_rank: Annotated[
         bool, typer.Option("--no-rank", help="Skip the sensitivity measurement.", rich_help_panel=CHECKS)
     ] = False,
@@ -301,29 +304,50 @@ def run(
     program = Program.at(model, trusted=trust_model)
     _check_files(model, output_path, report, read, program, force=force, dry_run=dry_run)
     _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)
-    source = load_source(screen, model, program)
+    source, early_warnings = load_source(screen, model, program)
     files = data_files(data, batch_size, preprocess, tokenizer)
     held_out = None if eval_data is None else data_files(eval_data, batch_size, preprocess, tokenizer)
     split = _split(source, files, held_out, labels, metric, max_drop, dry_run=dry_run)
     _check_data(screen, source, split, agreement=fail_below_agreement is not None)
-    warnings = _target_warnings(screen, target)
+    target_warnings = _target_warnings(screen, target)
     if dry_run:
-        _dry_run(screen, source, model, files, split, options, output_path, warnings, force=force)
+        warnings = (*early_warnings, *target_warnings)
+        _dry_run(screen, source, model, files, split, options, output_path, warnings, force=force, strict=strict)
         return
     checks = qe.Checks(verify=not no_verify, time=not no_bench, sensitivity=not no_rank)
     options["resume_file"] = resume_file
     if split is not None:
         qe.check_metric(source, split, metric)
         options |= split.search_arguments(metric, max_drop)
-    job = _Job(screen, split, output_path, report, str(context.obj or ""), metric, program)
+    job = _Job(screen, split, output_path, report, str(context.obj or ""), metric, program, early_warnings)
     with open_executor(workers, ray, work_directory) as (executor, arguments):
         evaluation = job.run(source, options | arguments, checks, executor)
     missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
-    _show_evaluation(screen, evaluation, report)
-    screen.emit(_document(model, evaluation, missed, report, strict=strict))
-    missed += _missed_by_warnings(evaluation) if strict else []
+    _finish(screen, model, evaluation, missed, report, strict=strict, keep_anyway=keep_anyway)
+
+
+def _finish(
+    screen: Screen,
+    model: Path,
+    evaluation: "Evaluation",
+    missed: list[str],
+    report: Path | None,
+    *,
+    strict: bool,
+    keep_anyway: bool,
+) -> None:
+    """Remove a file that is neither smaller nor faster, print the evaluation, and fail if a limit is not met."""
+    from detent.onnx_model.files import remove  # noqa: PLC0415 - already loaded
+
+    output, is_kept = evaluation.result.output, keep_anyway or not evaluation.no_gain
+    if not is_kept:
+        remove(output)
+        missed = [*missed, f"{evaluation.no_gain}. To keep such a file, pass --keep-anyway"]
+    _show_evaluation(screen, evaluation, report, is_kept=is_kept)
+    screen.emit(_document(model, evaluation, missed, report, strict=strict, is_kept=is_kept))
+    missed = [*missed, *(_missed_by_warnings(evaluation.warnings) if strict else [])]
     if missed:
-        fail(f"{'; '.join(missed)} ({output_path} was still written)", DIFFERENCE)
+        fail(f"{'; '.join(missed)} ({output} was {'still written' if is_kept else 'removed'})", DIFFERENCE)
 
 
 def _dry_run(
@@ -337,6 +361,7 @@ def _dry_run(
     warnings: "Sequence[QuantizeWarning]",
     *,
     force: bool,
+    strict: bool,
 ) -> None:
     """Estimate size, memory and time, and print them."""
     import detent.evaluate as qe  # noqa: PLC0415 - already loaded
@@ -345,14 +370,22 @@ def _dry_run(
     numbers = None if split is None else split.calibration.numbers
     with onnx_file(source, model) as path:
         estimate = qe.dry_run(path, files, numbers=numbers, **options)
+    is_held_out = split is not None and split.is_held_out  # then the number of samples is not known
+    others = (each for each in estimate.warnings if not (is_held_out and each.code == "few-samples"))
+    warnings = (*warnings, *others)
     _show_estimate(screen, estimate, output_path, force=force)
+    _show_warnings(screen, warnings)
+    missed = _missed_by_warnings(warnings) if strict else []
     screen.emit(
         {
+            "ok": not missed,
             "model": str(model),
             **_estimate_document(estimate, output_path),
             "warnings": [each._asdict() for each in warnings],
         }
     )
+    if missed:
+        fail("; ".join(missed), DIFFERENCE)
 
 
 def _given_options(context: typer.Context) -> dict[str, str]:
@@ -387,10 +420,15 @@ def _runs_checkpoint(context: typer.Context, model: Path, to: str | None) -> boo
     return False
 
 
-def _missed_by_warnings(evaluation: "Evaluation") -> list[str]:
+def _missed_by_warnings(warnings: "Sequence[QuantizeWarning]") -> list[str]:
     """Return the message of --strict, if there are warnings."""
-    codes = ", ".join(dict.fromkeys(each.code for each in evaluation.warnings))
-    return [f"--strict: got {counted(len(evaluation.warnings), 'warning')} ({codes}), expected none"] if codes else []
+    codes = ", ".join(dict.fromkeys(each.code for each in warnings))
+    return [f"--strict: got {counted(len(warnings), 'warning')} ({codes}), expected none"] if codes else []
+
+
+def _show_warnings(screen: Screen, warnings: "Sequence[QuantizeWarning]") -> None:
+    for warning in warnings:
+        screen.warn(f"{warning.code}: {warning.text}")
 
 
 @dataclass(frozen=True)
@@ -404,6 +442,7 @@ class _Job:
     command: str
     metric: str | None
     program: Program | None
+    warnings: "Sequence[QuantizeWarning]" = ()  # about the model file
 
     def run(
         self,
@@ -436,7 +475,7 @@ class _Job:
             # If nothing is held out, the evaluation runs on the calibration batches anyway.
             compare = self.split is not None and self.split.is_held_out
             result = qo.quantize(source, self.output, data, progress=step, compare=compare, **options)
-        _note_passes(self.screen, result.passes)
+        self.screen.passes(result.passes)
         return result
 
     def _evaluate(self, source: "LoadedModel", result: "QuantizeReport", checks: "Checks") -> "Evaluation":
@@ -448,6 +487,7 @@ class _Job:
             evaluation = qe.evaluate_result(
                 source, result, self.split, checks=checks, progress=progress, metric=self.metric
             )
+        evaluation = replace(evaluation, warnings=(*self.warnings, *evaluation.warnings))
         if self.report is not None:
             from detent import report as qr  # noqa: PLC0415 - loaded only if needed
 
@@ -550,11 +590,11 @@ def _check_files(
         program.check_can_write(output, force=force, dry_run=dry_run)
 
 
-def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | None) -> None:
+def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | None, *, is_kept: bool) -> None:
     _note_steps(screen, evaluation.result.steps)
     for hint in (*evaluation.result.hints, *evaluation.hints):
         screen.note(f"hint: {hint}")
-    screen.say(str(evaluation.result.output), style="bold")
+    screen.say(f"{evaluation.result.output}{'' if is_kept else ' (removed)'}", style="bold")
     for label, text in evaluation.facts():
         screen.say(f"  {label + ':':<18} {text}")
     if evaluation.verification is not None:
@@ -569,8 +609,7 @@ def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | No
             screen.say(f"  {share} of the noise  {skip_flag(layer.name)}")
     if report is not None:
         screen.say(f"report: {report}")
-    for warning in evaluation.warnings:
-        screen.warn(f"{warning.code}: {warning.text}")
+    _show_warnings(screen, evaluation.warnings)
 
 
 def _document(
@@ -580,24 +619,18 @@ def _document(
     report: Path | None,
     *,
     strict: bool,
+    is_kept: bool,
 ) -> dict[str, Any]:
     document = evaluation.to_dict()
     return {
         "ok": not missed and not (strict and evaluation.warnings),
         "missed": list(missed),
         "model": str(model),
+        "output_is_kept": is_kept,
         **document,
         "sensitive_layers": [{**layer, "flag": skip_flag(layer["layer"])} for layer in document["sensitive_layers"]],
         "report": None if report is None else str(report),
     }
-
-
-def _note_passes(screen: Screen, passes: Mapping[str, float]) -> None:
-    """Print the passes that took the most time, with their shares of the time."""
-    total = max(sum(passes.values()), 1e-9)
-    longest = [name for name in sorted(passes, key=lambda name: -passes[name]) if passes[name] >= MIN_SHARE * total]
-    shares = ", ".join(f"{name} {passes[name] / total:.0%}" for name in longest[:MAX_PASSES_SHOWN])
-    screen.note(f"quantized in {total:.1f} s: {shares}")
 
 
 def _note_steps(screen: Screen, steps: Sequence[str]) -> None:

@@ -23,7 +23,8 @@ __all__ = ["Screen", "hide_log", "show_log", "visible"]
 
 MIN_NAME_COLUMNS, MIN_TEXT_COLUMNS = 20, 12  # minimum widths if wrapped: of the first column, and of other columns
 GAP_COLUMNS = 2
-MIN_SECONDS_SHOWN = 0.05  # shorter passes get no line
+MIN_SECONDS_SHOWN = 5.0  # shorter passes get no line when they end, only one in the list of all passes
+MIN_SHARE = 0.01  # on a terminal, passes with a smaller share of the time share one line
 # Control characters C0, DEL and C1, which a terminal would interpret. Line ends are not escaped.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
 _CONTROL_IN_CELLS = {**_CONTROL, ord("\n"): "\\n"}
@@ -78,9 +79,23 @@ class Screen:
             self._err.print(f"warning: {visible(text)}", style="yellow", soft_wrap=True)
 
     def passed(self, name: str, seconds: float) -> None:
-        """Print a line about a completed pass, unless it was short, or a terminal shows a progress bar."""
+        """Print a line when a long pass has ended, unless a terminal shows a progress bar."""
         if not self._err.is_terminal and seconds >= MIN_SECONDS_SHOWN:
-            self.note(f"{name}: {seconds:.1f} s")
+            self.note(f"{name} took {seconds:.1f} s")
+
+    def passes(self, seconds: Mapping[str, float]) -> None:
+        """Print the total time of all passes, and one line per pass with its time and share, longest pass first.
+
+        On a terminal, passes with a small share are joined into one line.
+        """
+        total = max(sum(seconds.values()), 1e-9)
+        ranked = sorted(seconds, key=lambda name: -seconds[name])
+        short = [name for name in ranked if seconds[name] < MIN_SHARE * total] if self._err.is_terminal else []
+        rows = {name: seconds[name] for name in ranked if len(short) < 2 or name not in short}
+        if len(short) > 1:
+            rows[f"{len(short)} shorter passes"] = sum(seconds[name] for name in short)
+        self.note(f"quantized in {total:.1f} s")
+        self.note(*(f"  {name}: {_seconds_text(each)}, {_share_text(each / total)}" for name, each in rows.items()))
 
     def table(
         self,
@@ -157,6 +172,24 @@ class Screen:
         with Progress(*fields, console=self._err, transient=True) as bar:
             task = bar.add_task("", total=None)
             yield lambda label, done, total: bar.update(task, description=label, completed=done, total=total)
+
+
+def _seconds_text(seconds: float) -> str:
+    """Format a duration.
+
+    >>> _seconds_text(2.04), _seconds_text(0.031)
+    ('2.0 s', '31 ms')
+    """
+    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{1000 * seconds:.0f} ms"
+
+
+def _share_text(share: float) -> str:
+    """Format a share of the time.
+
+    >>> _share_text(0.256), _share_text(0.001)
+    ('26 %', '<1 %')
+    """
+    return "<1 %" if share < MIN_SHARE else f"{100 * share:.0f} %"
 
 
 def visible(text: str) -> str:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from detent.errors import DetentError, SpecError, UnsupportedError
+from detent.onnx.quality_warnings import QuantizeWarning
 
 if TYPE_CHECKING:
     from detent.onnx_model import DataFiles
@@ -36,6 +37,7 @@ __all__ = ["MARGIN", "SLACK_BYTES", "DryRun", "dry_run"]
 
 MARGIN, SLACK_BYTES = 1.4, 4 << 20  # factor and constant in the formula for memory, see the module docstring
 MAX_BATCHES = 32  # qo.quantize uses further samples only for ranges
+OF_ACCURACY = ("low-sqnr", "low-agreement")  # codes of warnings that need an evaluation
 MAX_ERROR_CHARS = 500  # a message quotes at most this much of the other process's stderr
 _STATUS = Path("/proc/self/status")
 _CODE = "from detent.evaluate.dry_run_estimate import _worker_main; _worker_main()"
@@ -55,6 +57,7 @@ class DryRun:
         seconds_per_batch: estimated seconds for each batch that the dry run did not use.
         layers: one dict per layer, with the fields of ``qo.LayerReport``, nbytes_before and nbytes_after.
         steps: what the accuracy passes changed.
+        warnings: warnings of ``qo.quantize``, except those about accuracy.
 
     >>> run = DryRun(8, 2, 100 << 20, 3.0, 8, 18, 0.5, (), ())
     >>> run.memory_bound == 144 << 20, run.total_seconds
@@ -70,6 +73,7 @@ class DryRun:
     seconds_per_batch: float
     layers: tuple[Mapping[str, Any], ...]
     steps: tuple[str, ...]
+    warnings: tuple[QuantizeWarning, ...] = ()
 
     @property
     def memory_bound(self) -> int | None:
@@ -135,7 +139,13 @@ def dry_run(
     if "error" in answer:
         raise SpecError(answer["error"])
     total = answer.pop("total_batches") if numbers is None else len(numbers)
-    lists = {"layers": tuple(answer["layers"]), "steps": tuple(answer["steps"])}
+    unknown = (*OF_ACCURACY, *(["few-samples"] if answer["batches"] < total else []))
+    warnings = (QuantizeWarning(**each) for each in answer["warnings"])
+    lists = {
+        "layers": tuple(answer["layers"]),
+        "steps": tuple(answer["steps"]),
+        "warnings": tuple(each for each in warnings if each.code not in unknown),
+    }
     return DryRun(**{**answer, **lists, "total_batches": total})
 
 
@@ -216,6 +226,7 @@ def _quantize(request: Mapping[str, Any]) -> dict[str, Any]:
             for layer, line in zip(result.layers, result.plan.layers, strict=True)
         ],
         "steps": list(result.steps),
+        "warnings": [each._asdict() for each in result.warnings],
     }
 
 

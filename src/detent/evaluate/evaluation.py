@@ -23,11 +23,18 @@ from detent.evaluate.speed_advice import SpeedAdvice, advise
 from detent.metrics import worst_output
 from detent.model_metric import AUTO, MetricLike
 from detent.onnx.pipeline import QuantizeReport
-from detent.onnx.quality_warnings import QuantizeWarning, few_samples, float_layers_text
+from detent.onnx.quality_warnings import (
+    MIN_SAMPLES,
+    DataSummary,
+    QuantizeWarning,
+    few_samples,
+    float_layers_text,
+    layer_shares,
+)
 from detent.onnx_model.batches import BatchSource
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.provenance import Provenance
-from detent.onnx_model.targets import has_vnni, mismatch
+from detent.onnx_model.targets import has_vnni, mismatch, vnni_hint
 from detent.recipe import Recipe
 from detent.tables import bytes_text, counted, html_table
 from detent.verification import VerifyReport, verify
@@ -80,7 +87,8 @@ class Evaluation:
             not run.
         sensitivity: output noise with one layer quantized at a time; None if it was not requested, could not run, or
             would take too long.
-        hints: options that make the quantized model faster, if it is about as fast as the float model.
+        hints: options that make the quantized model faster, if it is about as fast as the float model, and a target
+            that stores more bits on this CPU.
         warnings: warnings about accuracy on the evaluation batches, a slower quantized model, a target for another CPU,
             and checks that could not run. Warnings of ``result`` that the evaluation does not replace are included.
     """
@@ -133,12 +141,34 @@ class Evaluation:
             missed.append("the quantized model failed verification: for details, run detent verify")
         return missed
 
+    @property
+    def time_text(self) -> str:
+        """Both run times as text; they are measured in ONNX Runtime, also for other targets. "" without times."""
+        if self.timing is None:
+            return ""
+        is_other = self.result.plan.target.runtime != "onnxruntime"
+        return f"{self.timing}{', in ONNX Runtime, not OpenVINO' if is_other else ''}"
+
+    @property
+    def no_gain(self) -> str:
+        """Why the file is neither smaller nor faster than the float model, or "" if it is one of both.
+
+        The text lists the slow layers, and the layers in float with their reasons.
+        """
+        before, after = self.result.nbytes_before, self.result.nbytes_after
+        slower = next((each.text for each in self.warnings if each.code == "slower"), "")
+        if after < before or not slower:
+            return ""
+        others = self._float_layers()
+        in_float = f". Layers on float kernels: {'; '.join(others)}" if others else ""
+        return f"the file is not smaller ({bytes_text(before)} -> {bytes_text(after)}), and {slower}{in_float}"
+
     def facts(self) -> list[tuple[str, str]]:
         """Return the summary as pairs of label and text: size, accuracy, time, layers on integer kernels."""
         before, after = self.result.nbytes_before, self.result.nbytes_after
         size = f"{bytes_text(before)} -> {bytes_text(after)} ({100 * after / max(1, before):.1f} %)"
         accuracy = [("outputs", "not compared: no data")] if self.accuracy is None else self._accuracy_facts()
-        timing = [] if self.timing is None else [("time", str(self.timing))]
+        timing = [("time", self.time_text)] if self.time_text else []
         return [("size", size), *accuracy, *timing, *self._kernel_facts()]
 
     def _accuracy_facts(self) -> list[tuple[str, str]]:
@@ -179,14 +209,24 @@ class Evaluation:
 
     def _kernel_facts(self) -> list[tuple[str, str]]:
         layers = self.result.layers
-        others = [layer for layer in layers if not layer.runs_on_integer_kernel]
-        facts = [("integer kernels", f"{len(layers) - len(others):,} of {len(layers):,} layers")]
-        in_float = [layer for layer in layers if layer.reason]
-        if not any(layer.input for layer in layers):  # weight-only: no layer is meant to run on an integer kernel
-            others = in_float
-            facts = [("quantized", f"{len(layers) - len(others):,} of {len(layers):,} layers")]
-        lines = {line.name: line for line in self.result.plan.layers}
-        return [*facts, *(("float kernel", text) for text in float_layers_text(others, lines))]
+        if self._is_weight_only:
+            count = sum(not layer.reason for layer in layers)
+            facts = [("quantized", f"{count:,} of {len(layers):,} layers")]
+        else:
+            count = sum(layer.runs_on_integer_kernel for layer in layers)
+            facts = [("integer kernels", f"{count:,} of {len(layers):,} layers")]
+        return [*facts, *(("float kernel", text) for text in self._float_layers())]
+
+    @property
+    def _is_weight_only(self) -> bool:
+        """Whether no layer is meant to run on an integer kernel."""
+        return not any(layer.input for layer in self.result.layers)
+
+    def _float_layers(self) -> list[str]:
+        """Name the largest layers on float kernels with their reasons; for weight-only recipes, those in float."""
+        layers = self.result.layers
+        others = [each for each in layers if (each.reason if self._is_weight_only else not each.runs_on_integer_kernel)]
+        return float_layers_text(others, layer_shares(self.result.plan, self.result.multiplications))
 
     def __str__(self) -> str:
         facts = (f"  {label + ':':<18} {text}" for label, text in self.facts())
@@ -409,7 +449,7 @@ class _Evaluator:
             timing,
             verification,
             sensitivity,
-            advice.hints,
+            (*advice.hints, *filter(None, [vnni_hint(self.result.plan.target.name, has_vnni())])),
             (*self._result_warnings(accuracy), *advice.warnings, *self._target_warnings(), *self.warnings),
         )
 
@@ -423,9 +463,23 @@ class _Evaluator:
         if missed:
             yield QuantizeWarning("max-drop", missed)
         if any(line.input for line in self.result.layers):
-            yield from few_samples(self.result.samples + accuracy.samples * self.split.is_held_out)
+            yield from few_samples(*self._sample_counts(self.split, accuracy))
         replaced = (*MEASURED_AGAIN, *(["max-drop"] if missed else []))
         yield from (each for each in self.result.warnings if each.code not in replaced)
+
+    def _sample_counts(self, split: Split, accuracy: Accuracy) -> tuple[int, int]:
+        """Return the number of all samples and of distinct samples, of calibration and evaluation together."""
+        count, data = self.result.samples + accuracy.samples * split.is_held_out, self.result.data
+        if data is None:
+            return count, count
+        summary = DataSummary()
+        summary.merge(data)
+        summary.samples = count
+        for feed in split.evaluation if split.is_held_out and summary.distinct < MIN_SAMPLES else ():
+            summary.add_digests(feed)
+            if summary.distinct >= MIN_SAMPLES:
+                break
+        return count, summary.distinct
 
     def _target_warnings(self) -> Iterator[QuantizeWarning]:
         """Yield a warning if the target does not suit this CPU."""

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from detent.errors import NOTHING_QUANTIZED, NotCalibratedError, UnsupportedError
+from detent.errors import NOTHING_QUANTIZED, DetentError, NotCalibratedError, UnsupportedError
 from detent.metrics import one_sided_95
 from detent.model_metric import MetricResult
 from detent.onnx import equalization, smoothquant
@@ -116,6 +116,7 @@ class Decided:
     data: DataSummary | None = None
     search: MetricSearch | None = None
     goal: MetricGoal | None = None
+    work: Mapping[str, float] = field(default_factory=dict)  # multiplications of all layers, also of those in float
 
     def metric(self, quantized: ModelProto) -> MetricResult | None:
         """Return the metric of the quantized model, from the search if there was one; None without a goal."""
@@ -174,7 +175,7 @@ def decide_with_data(
     for step in steps:
         _log.info("%s", step)
     compared = chosen[: EFFORTS[options.effort].max_samples]
-    decided = Decided(decisions, choice.plan, compared, steps, calibration.summary, goal=goal)
+    decided = Decided(decisions, choice.plan, compared, steps, calibration.summary, None, goal, variants.all_work)
     if goal is None or goal.max_drop is None:
         return decided
     with running("meeting max_drop"):
@@ -186,22 +187,31 @@ def decide_with_data(
 
 
 class _Variants(NamedTuple):
-    """Two plans: small last layers at a Resize are in float, or have a quantized output; ``work`` is that of both."""
+    """Two plans: small last layers at a Resize are in float, or have a quantized output.
+
+    ``work`` has the multiplications of the layers that both plans may quantize, ``all_work`` those of all layers.
+    """
 
     in_float: GraphPlan
     quantized: GraphPlan
     work: Mapping[str, float]
+    all_work: Mapping[str, float]
 
     @classmethod
     def of(cls, graph_plan: GraphPlan, batches: Batches, prefer: Preference) -> "_Variants":
         """Choose last layers and slow weights of a plan."""
-        work = multiplications(graph_plan, batches.check_first())
+        first = batches.check_first()
+        try:
+            all_work: Mapping[str, float] = multiplications(graph_plan, first, with_float=True)
+        except DetentError:  # of a layer that cannot be quantized, a shape may be unknown
+            all_work = multiplications(graph_plan, first)
+        work = {line.name: all_work[line.name] for line in graph_plan.quantized}
 
         def variant(*, resized_outputs: bool) -> GraphPlan:
             plan = with_last_layers(graph_plan.with_resized_outputs(resized_outputs=resized_outputs), work, prefer)
             return plan.without(choose_slow_weights(plan, work), SLOW_REASON)
 
-        return cls(variant(resized_outputs=False), variant(resized_outputs=True), work)
+        return cls(variant(resized_outputs=False), variant(resized_outputs=True), work, all_work)
 
 
 class _EarlyChanges(NamedTuple):
@@ -543,8 +553,7 @@ class _PlanNoise:
             return None
 
     def _mean(self, graph_plan: GraphPlan) -> float:
-        earlier = (noise for measured, noise in self._noises if measured is graph_plan)
-        noise = next(earlier, None)
+        noise = next((noise for measured, noise in self._noises if measured is graph_plan), None)
         if noise is None:
             noise = fmean(_min_max_noise(graph_plan.with_fixed_inputs(), self._samples, self._memory_budget))
             self._noises.append((graph_plan, noise))

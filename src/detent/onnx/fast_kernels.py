@@ -55,24 +55,26 @@ ACCEPTED_NOISE = 1.1  # relative to the noise with 8 bits for all weights (0.4 d
 MIN_GAIN = 0.02  # a layer gets 8 bits only if this removes at least this share of the noise
 
 
-def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:
+def multiplications(plan: GraphPlan, feed: Feed, *, with_float: bool = False) -> dict[str, float]:
     """Count the multiplications of each quantized layer on a batch, by layer name.
 
-    The count of a Gather and of a weight-only layer is 0, because their weights have no influence on the time.
+    The count of a Gather and of a weight-only layer is 0, because their weights have no influence on the time. With
+    ``with_float``, layers in float are counted, too; the count of a recurrent layer is 0.
     """
-    layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
-    layers = {name: layer for name, layer in layers.items() if not layer.is_weight_only}
+    lines = plan.layers if with_float else plan.quantized
+    layers = {line.name: plan.layers_by_name[line.name] for line in lines if line.type != "Gather"}
+    layers = {name: each for name, each in layers.items() if not each.is_weight_only and each.data}
     # The count is output values times weights per output channel. For a ConvTranspose, it is input values times weights
     # per input channel. For a matmul of two activations, it is output values times the length of the rows of the first.
     is_spread = {name: layer.node.op_type == "ConvTranspose" for name, layer in layers.items()}
     tensors = {name: layer.data if is_spread[name] else layer.node.output[0] for name, layer in layers.items()}
     rows = [layer.data for layer in layers.values() if layer.second]
     shapes = tensor_shapes(plan.model, list(dict.fromkeys((*tensors.values(), *rows))), feed)
-    counts = {line.name: 0.0 for line in plan.quantized}
+    counts = {line.name: 0.0 for line in lines}
     for name, layer in layers.items():
         with at("layer", name):
             axis = 0 if is_spread[name] else layer.axis
-            per_value = shapes[layer.data][-1] if layer.second else prod(layer.shape) / layer.shape[axis]
+            per_value = shapes[layer.data][-1] if layer.second else prod(layer.shape) / max(layer.shape[axis], 1)
             counts[name] = float(prod(shapes[tensors[name]]) * per_value)
     return counts
 

@@ -37,7 +37,7 @@ from detent.onnx.metric_search import MetricGoal, MetricSearch
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import listening, running
 from detent.onnx.pass_options import Effort, KeepFloat, Options, RunOptions
-from detent.onnx.quality_warnings import QuantizeWarning, drop_warnings, quantize_warnings
+from detent.onnx.quality_warnings import DataSummary, QuantizeWarning, drop_warnings, quantize_warnings
 from detent.onnx.quantized_graph import layer_decisions, rewrite
 from detent.onnx_model.batches import KINDS, Batches, BatchSource, open_batches, samples_in
 from detent.onnx_model.files import LoadedModel, ModelSource, default_output, load, load_model, save
@@ -141,6 +141,9 @@ class QuantizeReport:
         search: the search for layers to keep in float, if ``max_drop`` was set.
         metric: the metric of both models on ``eval_data``; None without ``metric``, ``labels`` and ``max_drop``.
         data_notes: the kind of data files and their preprocessing, and types that were converted.
+        data: ranges and distinct samples of the calibration data; None without data.
+        multiplications: multiplications of each layer on the first batch, by name; 0 for layers without an integer
+            kernel on any target, and empty without data.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
@@ -170,6 +173,8 @@ class QuantizeReport:
     search: MetricSearch | None = None
     metric: MetricResult | None = None
     data_notes: tuple[str, ...] = ()
+    data: DataSummary | None = field(default=None, repr=False, compare=False)
+    multiplications: Mapping[str, float] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values; numbers may be infinite."""
@@ -631,9 +636,11 @@ def _finish(
         decided.decisions,
         comparison.not_compared,
         (
-            *quantize_warnings(decided.plan, layers, (size, written), comparison, decided.data),
+            *quantize_warnings(decided.plan, layers, (size, written), comparison, decided.data, decided.work),
             *drop_warnings(decided.search),
         ),
         0 if decided.data is None else decided.data.samples,
         search=decided.search,
+        data=decided.data,
+        multiplications=decided.work,
     )

@@ -44,6 +44,7 @@ __all__ = [
     "default_output",
     "load",
     "load_model",
+    "remove",
     "save",
     "without_initializers",
 ]
@@ -486,6 +487,17 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
                 external.unlink()
         raise
     return len(content) + sum(map(len, chunks))
+
+
+def remove(path: str | PathLike[str]) -> None:
+    """Delete a model file that ``save`` wrote, and its external data."""
+    target = Path(path)
+    own = re.compile(rf"{re.escape(target.name)}\.[0-9a-f]{{12}}\.data")
+    entries = (entry for tensor in _tensors(_parse(target)) for entry in tensor.external_data)
+    names = {entry.value for entry in entries if entry.key == "location" and own.fullmatch(entry.value)}
+    target.unlink()
+    for name in names:
+        target.with_name(name).unlink(missing_ok=True)
 
 
 def _serialized(model: ModelProto, limit: int) -> bytes | None:

@@ -107,7 +107,7 @@ def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Rep
         verification=evaluation.verification,
         sensitivity=evaluation.sensitivity,
         facts={
-            **({} if evaluation.timing is None else {"Time": str(evaluation.timing)}),
+            **({"Time": evaluation.time_text} if evaluation.time_text else {}),
             **_metric(evaluation),
             **_scores(evaluation),
             **_warnings(evaluation),
