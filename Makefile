@@ -108,7 +108,9 @@ bench-unseen: $(TOOLED) ## compare ONNX files of 106 models outside the zoo; upd
 	$(QUIET) $(BENCH) benchmarks/onnx_unseen.py --models bert-large matting-1024 --tools "ORT MinMax" detent "detent, fast" \
 		--output benchmarks/results/onnx_large.json
 	$(QUIET) $(BENCH) benchmarks/onnx_stability.py --output benchmarks/results/onnx_stability.json
+	$(QUIET) $(BENCH) benchmarks/rescues.py --output benchmarks/results/rescues.json
 	$(RUN) benchmarks/render_unseen.py
+	$(RUN) benchmarks/render_rescues.py
 
 bench-drop: $(STAMP) ## compare the search for max_drop with an exhaustive search; update the table
 	$(RUN) benchmarks/max_drop.py --output benchmarks/results/max_drop.json
