@@ -24,7 +24,6 @@ from detent.metrics import worst_output
 from detent.model_metric import AUTO, MetricLike
 from detent.onnx.pipeline import QuantizeReport
 from detent.onnx.quality_warnings import (
-    MIN_SAMPLES,
     DataSummary,
     QuantizeWarning,
     few_samples,
@@ -475,9 +474,9 @@ class _Evaluator:
         summary = DataSummary()
         summary.merge(data)
         summary.samples = count
-        for feed in split.evaluation if split.is_held_out and summary.distinct < MIN_SAMPLES else ():
+        for feed in split.evaluation if split.is_held_out and not summary.has_enough else ():
             summary.add_digests(feed)
-            if summary.distinct >= MIN_SAMPLES:
+            if summary.has_enough:
                 break
         return count, summary.distinct
 

@@ -112,7 +112,8 @@ class DataSummary:
         ranges: smallest and largest value of each input.
         integers: float inputs that hold only integers.
         sizes: largest number of elements of each float input in a batch.
-        digests: hashes of distinct samples, at most 32.
+        digests: hashes of the distinct samples; empty if there are at least 32, so that the order has no influence.
+        has_enough: whether at least 32 samples are distinct.
 
     >>> summary = DataSummary()
     >>> summary.add({"x": np.float32([[0, 7], [255, 3], [0, 7]])})
@@ -126,11 +127,12 @@ class DataSummary:
         self.integers: set[str] = set()
         self.sizes: dict[str, int] = {}
         self.digests: set[bytes] = set()
+        self.has_enough = False
 
     @property
     def distinct(self) -> int:
         """Number of distinct samples; the number of all samples if at least 32 are distinct."""
-        return len(self.digests) if len(self.digests) < MIN_SAMPLES else self.samples
+        return self.samples if self.has_enough else len(self.digests)
 
     def add(self, feed: Mapping[str, Array]) -> None:
         """Add a batch."""
@@ -155,14 +157,21 @@ class DataSummary:
         """Add the hashes of the samples of a batch, as long as fewer than 32 distinct samples are known."""
         count = samples_in(feed)
         for i in range(count):
-            if len(self.digests) >= MIN_SAMPLES:
+            if self.has_enough:
                 return
-            self.digests.add(digest_of({name: x[i] if x.ndim and len(x) == count else x for name, x in feed.items()}))
+            sample = {name: x[i] if x.ndim and len(x) == count else x for name, x in feed.items()}
+            self._add_digests({digest_of(sample)})
+
+    def _add_digests(self, digests: set[bytes]) -> None:
+        self.digests |= digests
+        if self.has_enough or len(self.digests) >= MIN_SAMPLES:
+            self.digests, self.has_enough = set(), True
 
     def merge(self, other: "DataSummary") -> None:
         """Add the batches of another summary."""
         self.samples += other.samples
-        self.digests = set(sorted(self.digests | other.digests)[:MIN_SAMPLES])
+        self.has_enough = self.has_enough or other.has_enough
+        self._add_digests(other.digests)
         for name, size in other.sizes.items():
             self.sizes[name] = max(self.sizes.get(name, 0), size)
         for name, (lo, hi) in other.ranges.items():
