@@ -332,6 +332,12 @@ GOLDEN = {  # by rewrite_version: different bytes need a new version, and a new 
         "last": "56d1009aa13863f3",
         "looped": "61d54022c7849757",
     },
+    7: {
+        "chain": "cbf9402c38b44896",
+        "lookup": "76a676814cafc1db",
+        "last": "04aa7513da601bf6",
+        "looped": "59e0711147f8f1c1",
+    },
 }
 
 

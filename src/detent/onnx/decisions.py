@@ -59,7 +59,7 @@ Array = NDArray[Any]
 T = TypeVar("T")
 
 VERSION = 2  # version of Decisions and of its JSON
-REWRITE_VERSION = 6  # changes when qo.rewrite writes different bytes for the same decisions
+REWRITE_VERSION = 7  # changes when qo.rewrite writes different bytes for the same decisions
 MAX_ENTRIES = 1 << 20  # limit on layers, placements, ...; real models have thousands
 MAX_INDEX_RANK = 16
 MAX_BIAS_CODE = (1 << 31) - 1
