@@ -14,6 +14,7 @@ import detent as dt
 import detent.onnx as qo
 from detent.onnx_model import Graph, array_of, make_session, make_tensor
 from detent.onnx_model.graph import INTEGER_KERNELS, widened_constant
+from detent.onnx_model.layers import QUANTIZED_ALREADY
 from detent.onnx_model.quantized_model import load_quantized
 from detent.onnx_model.sessions import kernels_of
 from detent.onnx_model.targets import TARGETS
@@ -301,3 +302,10 @@ def test_onnx_runtime_computes_casts_at_load_if_it_optimizes(level, count, tmp_p
     events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     nodes = [event["args"]["op_name"] for event in events if event["name"].endswith("_kernel_time")]
     assert nodes.count("Cast") == count
+
+
+@pytest.mark.parametrize("layer", ["MatMul", "Conv"])
+def test_weights_of_4_bits_are_not_quantized_again(layer):
+    model, data, _ = LAYERS[layer]()
+    lines = qo.plan(qo.prepare(decided(model, data), force=True)).layers
+    assert {line.name: line.reason for line in lines} == dict.fromkeys(("first", "last"), QUANTIZED_ALREADY)

@@ -427,6 +427,11 @@ def test_weights_of_4_bits_run_on_integer_kernels(name, weight, tmp_path):
     assert len(kernels) == 2
     assert set(kernels) <= expected
     assert dt.verify(model, path, [x]).ok
+    changed = load(path)
+    tensor = next(each for each in changed.graph.initializer if each.name == "0.weight_codes")
+    tensor.raw_data = bytes([tensor.raw_data[0] ^ 1]) + tensor.raw_data[1:]
+    report = dt.verify(model, changed, [x], levels=(1,))
+    assert (report.ok, report.first_difference.tensor) == (False, "0.weight_codes")
 
 
 def test_weight_only_matrices_are_transposed_for_their_kernel(tmp_path):
