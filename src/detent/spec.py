@@ -403,12 +403,15 @@ def parameter_bits(spec: QuantSpec, sets: int, float_bits: int = 32) -> int:
     return sets * (scale_bits + (0 if spec.symmetric else spec.bits)) + tensor_bits
 
 
-def stored_nbytes(spec: QuantSpec | BlockFormat, shape: tuple[int, ...], widths: Sequence[int] = ()) -> int:
+def stored_nbytes(
+    spec: QuantSpec | BlockFormat, shape: tuple[int, ...], widths: Sequence[int] = (), *, zero_point_bits: int = 0
+) -> int:
     """Return the size of a tensor's codes, scales and zero points in bytes.
 
     ``widths`` are the bit widths that a file format supports for codes, in ascending order. Codes and zero points use
-    the first width that is large enough, and zero points are counted even for symmetric specs. Without widths, codes
-    and zero points are packed at ``spec.bits`` each. The blocks of a block format contain their scales.
+    the first width that is large enough, and zero points are counted even for symmetric specs. Zero points have at
+    least ``zero_point_bits``. Without widths, codes and zero points are packed at ``spec.bits`` each. The blocks of a
+    block format contain their scales.
     """
     if isinstance(spec, BlockFormat):
         return spec.nbytes(shape)
@@ -416,12 +419,40 @@ def stored_nbytes(spec: QuantSpec | BlockFormat, shape: tuple[int, ...], widths:
     if not widths:
         return _whole_bytes(count * spec.bits) + _whole_bytes(parameter_bits(spec, sets))
     bits = next(width for width in widths if width >= spec.bits)
-    return _whole_bytes(count * bits) + _whole_bytes(sets * 32) + _whole_bytes(sets * bits)
+    return _whole_bytes(count * bits) + _whole_bytes(sets * 32) + _whole_bytes(sets * max(bits, zero_point_bits))
 
 
-def onnx_widths(*, is_matmul: bool) -> tuple[int, ...]:
-    """Return the bit widths that a weight's codes may have in an ONNX file; only matmuls support 4-bit types."""
-    return (4, 8, 16) if is_matmul else (8, 16)
+_BYTE = 8  # bits
+_CONVS, _MATMULS = ("Conv", "ConvTranspose"), ("MatMul", "Gemm")  # ONNX operators
+
+
+def onnx_widths(operator: str) -> tuple[int, ...]:
+    """Return the bit widths that the codes of a weight may have in an ONNX file; tables of Gather have no 4 bits."""
+    return (8, 16) if operator == "Gather" else (4, 8, 16)
+
+
+def reads_bytes(operator: str, weight: QuantSpec, input_bits: int) -> bool:
+    """Whether a layer in an ONNX file reads the codes of its weight in bytes, because it has no kernel for 4 bits.
+
+    ``input_bits`` is the bit width of the codes of the layer's input, or 0 if the input is float. Matmuls with a float
+    or 16-bit input, or with a scale per group, run in float or on kernels for 4 bits.
+
+    >>> spec = QuantSpec("int4", "axis0")
+    >>> reads_bytes("Conv", spec, 0), reads_bytes("MatMul", spec, 8), reads_bytes("MatMul", spec, 0)
+    (True, True, False)
+    """
+    has_integer_kernel = 0 < input_bits <= _BYTE and not isinstance(weight.granularity, PerGroup)
+    return operator in _CONVS or (operator in _MATMULS and has_integer_kernel)
+
+
+def onnx_nbytes(spec: QuantSpec | BlockFormat, shape: tuple[int, ...], operator: str, input_bits: int = 0) -> int:
+    """Return the size of a weight's codes, scales and zero points in an ONNX file; arguments as in ``reads_bytes``.
+
+    >>> onnx_nbytes(QuantSpec("int4", "axis0"), (2, 32), "Conv"), onnx_nbytes(QuantSpec("int4"), (2, 32), "Gather")
+    (42, 69)
+    """
+    as_bytes = isinstance(spec, QuantSpec) and reads_bytes(operator, spec, input_bits)
+    return stored_nbytes(spec, shape, onnx_widths(operator), zero_point_bits=_BYTE if as_bytes else 0)
 
 
 def _whole_bytes(bits: int) -> int:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
+import detent as dt
 import detent.onnx as qo
 from detent.errors import UnsupportedError
 from detent.evaluate import speed_advice
@@ -127,8 +128,9 @@ def test_slow_layers_are_named_with_their_kernels(case):
     assert "quantizing and dequantizing activations takes 60.0 µs" in quantized.warning()
 
 
-def test_dequantizing_a_weight_is_time_of_its_layer(case):
-    quantized = case()
+@pytest.mark.parametrize("recipe", ["w8a8", "w4a8"])
+def test_dequantizing_a_weight_is_time_of_its_layer(case, recipe):
+    quantized = case(recipe=recipe)
     makers = {name: node for node in quantized.quantized.proto.graph.node for name in node.output}
     (second,) = [node for node in makers.values() if node.name == "second"]
     dequantizer = makers[second.input[1]].name
@@ -180,7 +182,9 @@ def test_a_model_that_cannot_be_profiled_or_tried_gets_the_warning(case, monkeyp
 
 
 def test_recipes_without_integer_kernels(case):
-    assert case(recipe="w4a8").warning().endswith("for speed, try --recipe w8a8")
+    wide = dt.Recipe([dt.Rule(weight="int8/axis0", input="uint16/tensor/affine")])
+    assert case(recipe=wide).warning().endswith("8 bits without groups: for speed, try --recipe w8a8")
+    assert case(recipe="w4a8").warning().endswith(speed_advice.NO_OPTION_HELPS), "it runs on integer kernels"
     weight_only = case(recipe="w8a16")
     assert weight_only.warning().endswith(
         "Weight-only recipes make files smaller, not faster: for speed, try --recipe w8a8"

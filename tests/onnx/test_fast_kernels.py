@@ -229,11 +229,12 @@ def test_multiplications_of_a_conv_transpose():
     assert counts["up"] == 64 * 32 * 32 * 16
 
 
-def test_a_4_bit_conv_transpose_notes_its_size():
-    recipe = dt.Recipe([dt.Rule("*", weight="int4/axis0", input="uint8/tensor/affine")])
+@pytest.mark.parametrize(("weight", "is_padded"), [("int4/axis0", False), ("int3/axis0", True)])
+def test_a_conv_transpose_with_3_bits_notes_its_size(weight, is_padded):
+    recipe = dt.Recipe([dt.Rule("*", weight=weight, input="uint8/tensor/affine")])
     line = plan(qo.prepare(upsampled()), recipe).layers[-1]
     assert line.note.startswith(NO_KERNEL)
-    assert PADDED in line.note
+    assert (PADDED in line.note) == is_padded
 
 
 def sensitive(cheap=True):

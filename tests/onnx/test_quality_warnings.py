@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto
 from onnx_graphs import Maker, conv_chain, images, rows, warning_codes, weights
 
+import detent as dt
 import detent.evaluate as qe
 import detent.onnx as qo
 from detent import report as qr
@@ -369,15 +371,28 @@ def test_weight_only_recipes_count_quantized_layers(tmp_path):
     assert "float-layers" not in codes(quantized(tmp_path, model, None, recipe="w8a16"))
 
 
-def test_weights_of_4_bits_that_are_stored_in_8(tmp_path):
+def test_weights_of_3_bits_that_are_stored_in_4(tmp_path):
+    recipe = dt.Recipe([dt.Rule(weight="int3/axis0", input="uint8/tensor/affine")])
+    report = quantized(tmp_path, chain(), images(32, batch=1), recipe=recipe)
+    text = text_of(report, "padded-weights")
+    assert "weights of 3 layers are stored in a larger type; the first layer is first: " in text
+    assert "ONNX files store its weight in 4 bits, not 3: no smaller than 4-bit weights" in text
+
+
+def test_weights_of_4_bits_are_stored_in_4(tmp_path):
     report = quantized(tmp_path, chain(), images(32, batch=1), recipe="w4a8")
-    assert "stores" not in text_of(report, "padded-weights")
-    assert "ONNX files store its weight in 8 bits, not 4: no smaller than 8-bit weights" in text_of(
-        report, "padded-weights"
-    )
+    assert "padded-weights" not in codes(report)
     notes = {line.name: line.note for line in plan(qo.prepare(conv_chain(), low_bits=True), "w4a8").layers}
-    assert notes["second"].startswith("ONNX files store its weight in 8 bits, not 4")
-    assert notes["last"] == "", "8 bits"
+    assert set(notes.values()) == {""}
+
+
+def test_embeddings_of_4_bits_are_stored_in_8(tmp_path):
+    m = Maker()
+    rows = m.add("Gather", [m.constant(np.eye(16, dtype=np.float32)), "x"], name="words")
+    model = m.model([("x", ["n", 4], TensorProto.INT64)], [m.matmul(rows, 16, 16, name="fc")])
+    rules = [dt.Rule(weight="int4/axis0"), dt.Rule(types="Embedding", weight="int4/axis0")]
+    text = text_of(quantized(tmp_path, model, None, recipe=dt.Recipe(rules)), "padded-weights")
+    assert "the first layer is words: ONNX files store its weight in 8 bits, not 4" in text
 
 
 @pytest.mark.parametrize(

@@ -232,9 +232,13 @@ def test_planned_bytes_are_those_of_the_file(recipe, tmp_path):
     model = m.model([("x", [2, 16, 8, 8])], [m.matmul(m.add("Flatten", [t]), 64, 64, name="d")])
     report = quantize(model, tmp_path, images(channels=16), recipe=recipe, keep_float="none", smooth=False)
     graph = Graph(qo.load(report.output))
-    nodes = [node for node in graph.nodes if node.op_type == "DequantizeLinear" and node.input[0] in graph.constants]
-    weights = [node for node in nodes if graph.kind(node.input[0]) != TensorProto.INT32]
-    nbytes = sum(len(graph.constants[name].raw_data) for node in weights for name in node.input)
+    inputs = [
+        (graph.code_constant(node.input[0]), *node.input[1:])
+        for node in graph.nodes
+        if node.op_type == "DequantizeLinear"
+    ]
+    weights = [names for names in inputs if graph.kind(names[0]) not in {TensorProto.UNDEFINED, TensorProto.INT32}]
+    nbytes = sum(len(graph.constants[name].raw_data) for names in weights for name in names)
     assert nbytes == sum(line.nbytes_after for line in report.plan.quantized)
 
 

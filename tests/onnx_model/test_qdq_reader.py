@@ -110,6 +110,46 @@ def test_values_are_those_of_onnx_runtime(kind, way, with_zero):
     same_bits(kept["w"].dequantize(), float_of(model, ["v"])["v"])
 
 
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "blocks"])
+@pytest.mark.parametrize("kind", ["INT4", "UINT4"])
+def test_codes_of_4_bits_are_read_through_the_cast_that_widens_them(kind, way):
+    shape, attributes = WAYS[way]
+    narrow, wide = getattr(TensorProto, kind), getattr(TensorProto, kind.replace("4", "8"))
+    codes, scale = codes_of(kind), RNG.uniform(1e-3, 1, shape).astype(np.float32)
+    tensors = [make_tensor("w", codes, narrow), make_tensor("s", scale)]
+    tensors += [make_tensor("z", RNG.integers(0, 8, shape), wide)]
+    nodes = [
+        helper.make_node("Cast", ["w"], ["wide"], to=wide),
+        helper.make_node("DequantizeLinear", ["wide", "s", "z"], ["v"], **attributes),
+        helper.make_node("Gemm", ["x", "v"], ["y"], name="layer", transB=1),
+    ]
+    model = model_of(nodes, tensors)
+    contents = load_quantized(model)
+    assert (contents.skipped, contents.readers["w"]) == ({}, ("Gemm layer",))
+    weight = contents.weights["w"]
+    assert weight.spec.format.name == kind.lower()
+    assert weight.nbytes < 12 + 6 * 8, "two codes in a byte"
+    same_bits(weight.dequantize(), float_of(model, ["v"])["v"])
+    (record,) = QuantizedGraph(model).weights
+    assert (record.direct, record.form) == (True, "codes")
+    (layer,) = find_layers(open_quantized(model))
+    assert (layer.name, layer.weight.name) == ("layer", "w")
+
+
+def test_other_casts_of_codes_are_not_read():
+    nodes = [
+        helper.make_node("Cast", ["w"], ["wide"], to=TensorProto.UINT8),
+        helper.make_node("DequantizeLinear", ["wide", "s", "z"], ["v"]),
+        helper.make_node("Gemm", ["x", "v"], ["y"], name="layer", transB=1),
+    ]
+    tensors = [make_tensor("w", codes_of("INT4"), TensorProto.INT4), make_tensor("s", np.float32(0.5))]
+    contents = load_quantized(model_of(nodes, [*tensors, make_tensor("z", np.uint8(128))]))
+    assert "its codes are moved or cast" in str(contents.skipped), "negative codes become large codes"
+    nodes[0] = helper.make_node("Cast", ["w"], ["wide"], to=TensorProto.INT8)
+    contents = load_quantized(model_of(nodes, [*tensors, make_tensor("z", np.int8(8))]))
+    assert "the zero points of 'w' are 8 to 8, but its codes are -8 to 7" in str(contents.skipped)
+
+
 def test_a_bias_with_large_codes_and_a_zero_point_is_read_as_onnx_runtime_does():
     codes = np.array([2**31 - 1, -(2**31), 2**24 + 1, -(2**25) - 3, 7], np.int32)
     scale = np.float32([1e-9, 3e-8, 0.1, 0.3, 1.0])
@@ -274,6 +314,17 @@ def test_weights_of_integer_matmuls(zero, scale, swapped):
     assert contents.readers["w"] == contents.readers["xq"] == ("MatMulInteger fc",)
     assert (contents.float_nbytes, contents.skipped) == (0, {})
     assert [(row.name, row.type) for row in contents.summary().rows[1:]] == [("x", "uint8 dynamic")]
+
+
+def test_codes_of_an_integer_matmul_may_be_widened():
+    codes = np.arange(12).reshape(4, 3) - 6
+    tensors = [make_tensor("w", codes, TensorProto.INT4), make_tensor("s", np.float32([0.5, 0.25, 2.0]))]
+    nodes = dynamic_nodes(())
+    nodes[1].input[1] = "wide"
+    cast = helper.make_node("Cast", ["w"], ["wide"], to=TensorProto.INT8)
+    contents = load_quantized(model_of([cast, *nodes], tensors))
+    assert (contents.skipped, contents.weights["w"].spec.format.name) == ({}, "int4")
+    same_bits(contents.weights["w"].dequantize(), codes.astype(np.float32) * np.float32([0.5, 0.25, 2.0]))
 
 
 def test_integer_matmuls_of_other_forms_are_not_read():

@@ -379,4 +379,4 @@ def test_packed_bytes_are_those_of_tensors(bits):
         if text == "int1/tensor" or text.startswith("int1"):
             continue
         tensor = dt.quantize(weight, dt.QuantParams.from_data(text, weight))
-        assert weight_nbytes(tensor.spec, weight.shape, "packed", is_matmul=True) == tensor.nbytes
+        assert weight_nbytes(tensor.spec, weight.shape, "packed", "MatMul") == tensor.nbytes

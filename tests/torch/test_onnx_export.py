@@ -27,7 +27,7 @@ from torch import nn  # noqa: E402
 
 import detent.torch as qt  # noqa: E402
 from detent.onnx_model import Graph, Provenance, array_of, get_target, load, make_session, optimized  # noqa: E402
-from detent.onnx_model.graph import attribute_of  # noqa: E402
+from detent.onnx_model.graph import INTEGER_KERNELS, attribute_of  # noqa: E402
 from detent.torch import onnx_export  # noqa: E402
 from detent.torch.export_graph import Lowering  # noqa: E402
 from detent.torch.export_marks import Marked, MarkedWeight  # noqa: E402
@@ -148,7 +148,7 @@ def trained(kind: Any, recipe: Any, steps: int = 25) -> nn.Module:
     torch.manual_seed(0)
     make = DATA[kind]
     model = train(kind(), make, 2 * steps, 5e-3)
-    qt.prepare(model, recipe)
+    qt.prepare(model, recipe, bias="exported")
     with qt.calibrating(model):
         model(make(128, seed=10**6)[0])
     return train(model, make, steps, 1e-3)
@@ -312,8 +312,8 @@ def test_trained_models_compute_the_same_in_onnx_runtime(kind, recipe, tmp_path)
     reference = as_shipped(model, x)
     (got,) = run(path, {name: x.numpy()})
     assert np.mean(got.argmax(1) == reference.argmax(1)) >= 0.999
-    has_int_bias = any(each.data_type == TensorProto.INT32 for each in graph.constants.values())
-    assert dt.metrics.sqnr_db(reference, got) > (50 if has_int_bias else 80)
+    is_rounded = kind is Transformer and any(each.data_type == TensorProto.INT32 for each in graph.constants.values())
+    assert dt.metrics.sqnr_db(reference, got) > (45 if is_rounded else 80), "the biases of attention are float in torch"
     assert np.mean(reference.argmax(1) == classes.numpy()) > 0.5  # it has learned something
 
 
@@ -387,16 +387,51 @@ def test_container_int8_stores_low_bits_in_bytes(tmp_path):
     torch.manual_seed(0)
     model = calibrated(mlp(), "w4a8", numbers(32)[0])
     feeds = {"input": numbers(8)[0].numpy()}
-    outputs = {}
+    outputs, sizes = {}, {}
     for container in (None, "int8"):
         path = qt.export_onnx(model, numbers(2)[0], tmp_path / f"{container}.onnx", container=container)
         graph = inspect(model, path, feeds)
-        outputs[container] = run(path, feeds)[0]
+        outputs[container], sizes[container] = run(path, feeds)[0], path.stat().st_size
         kind = graph.constants["2.weight_codes"].data_type
         assert kind == (TensorProto.INT4 if container is None else TensorProto.INT8)
-        count = sum(node.op_type == "QGemm" for node in optimized(path).graph.node)
-        assert count == (2 if container is None else 3)
-    assert np.allclose(outputs[None], outputs["int8"], atol=1e-2)
+        assert sum(node.op_type == "QGemm" for node in optimized(path).graph.node) == 3
+    assert outputs[None].tobytes() == outputs["int8"].tobytes()
+    assert sizes[None] < sizes["int8"]
+
+
+LOW_BITS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), (3, 32), "QGemm"),
+    "tokens": (lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), (2, 3, 32), "MatMulIntegerToFloat"),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), (2, 8, 9, 9), "QLinearConv"),
+    "depthwise": (
+        lambda: nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 8, 1)),
+        (2, 8, 9, 9),
+        "QLinearConv",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOW_BITS)
+@pytest.mark.parametrize("weight", ["int4/axis0", "int3", "uint4/axis0/affine"])
+def test_weights_of_4_bits_run_on_integer_kernels(name, weight, tmp_path):
+    torch.manual_seed(0)
+    make, shape, kernel = LOW_BITS[name]
+    x = torch.randn(shape)
+    model = calibrated(make(), dt.Recipe([dt.Rule(weight=weight, input=INPUT, output=INPUT)]), x)
+    path = qt.export_onnx(model, x, tmp_path / "model.onnx")
+    graph = inspect(model, path, {"input": x.numpy()})
+    kinds = {graph.constants[f"{layer}.weight_codes"].data_type for layer in (0, len(model) - 1)}
+    assert kinds == {TensorProto.UINT4 if weight.startswith("u") else TensorProto.INT4}
+    expected = {"QLinearMatMul", kernel} if kernel == "MatMulIntegerToFloat" else {kernel}
+    kernels = [node.op_type for node in optimized(path).graph.node if node.op_type in INTEGER_KERNELS]
+    assert len(kernels) == 2
+    assert set(kernels) <= expected
+    assert dt.verify(model, path, [x]).ok
+    changed = load(path)
+    tensor = next(each for each in changed.graph.initializer if each.name == "0.weight_codes")
+    tensor.raw_data = bytes([tensor.raw_data[0] ^ 1]) + tensor.raw_data[1:]
+    report = dt.verify(model, changed, [x], levels=(1,))
+    assert (report.ok, report.first_difference.tensor) == (False, "0.weight_codes")
 
 
 def test_weight_only_matrices_are_transposed_for_their_kernel(tmp_path):

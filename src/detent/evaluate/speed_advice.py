@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from detent.errors import DetentError
 from detent.evaluate.speed import SAME_SPEED, Timing, duration_text
+from detent.granularity import PerGroup
 from detent.onnx.decisions import Decisions, RangeDecision
 from detent.onnx.fast_kernels import multiplications, with_last_layers
 from detent.onnx.graph_plan import GraphPlan
@@ -28,12 +29,13 @@ from detent.onnx.pipeline import LayerReport, QuantizeReport
 from detent.onnx.quality_warnings import QuantizeWarning
 from detent.onnx.quantized_graph import placed, rewrite
 from detent.onnx_model.files import LoadedModel, ModelSource
-from detent.onnx_model.graph import DEQUANTIZE, QUANTIZERS
+from detent.onnx_model.graph import DEQUANTIZE, QUANTIZERS, Graph
 from detent.onnx_model.model_inputs import Feed
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.sessions import make_session, ort_errors, written_name
 from detent.onnx_model.targets import PREFER_SPEED, faster, has_vnni
 from detent.recipe import skip_flag
+from detent.spec import QuantSpec
 from detent.tables import short_name
 
 __all__ = ["SpeedAdvice", "advise"]
@@ -46,7 +48,10 @@ BYTE = 8  # bits
 SKIPPED = "skipped"
 ANY_RANGE = RangeDecision(1.0, 0)  # for tensors that only the tried option quantizes
 NO_OPTION_HELPS = "No option helps: quantizing does not make this model faster on this CPU"
-OTHER_RECIPE = "ONNX Runtime has integer kernels for 8-bit weights and activations only: for speed, try --recipe w8a8"
+OTHER_RECIPE = (
+    "ONNX Runtime has integer kernels only for weights and activations of at most 8 bits without groups: for speed, "
+    "try --recipe w8a8"
+)
 WEIGHT_ONLY = "Weight-only recipes make files smaller, not faster: for speed, try --recipe w8a8"
 # operators that ONNX Runtime may fuse with the convolution before them
 FUSED = ("Add", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh")
@@ -120,11 +125,15 @@ class _Option(NamedTuple):
 def _options_text(options: Sequence[_Option], result: QuantizeReport) -> str:
     if not options:
         specs = [spec for line in result.plan.quantized for spec in (line.weight, line.input)]
-        is_w8a8 = all(spec is None or spec.bits == BYTE for spec in specs)
-        return NO_OPTION_HELPS if is_w8a8 else OTHER_RECIPE
+        has_kernels = all(spec is None or _has_integer_kernel(spec) for spec in specs)
+        return NO_OPTION_HELPS if has_kernels else OTHER_RECIPE
     is_enough = any(option.ms < SAME_SPEED * option.float_ms for option in options)
     rest = "" if is_enough else ". Even so, quantizing does not make this model faster than float on this CPU"
     return f"Options that help: {'; '.join(map(str, options))}{rest}"
+
+
+def _has_integer_kernel(spec: QuantSpec) -> bool:
+    return spec.bits <= BYTE and not isinstance(spec.granularity, PerGroup)
 
 
 @dataclass(frozen=True)
@@ -271,8 +280,9 @@ def _weight_labels(model: LoadedModel) -> dict[str, str]:
     """Return a dict from the names of the weights' DequantizeLinear nodes to the layers of these weights."""
     provenance = Provenance.read(model.proto)
     weights = {} if provenance is None else provenance.weights
-    nodes = (node for node in model.proto.graph.node if node.op_type == DEQUANTIZE and node.input[0] in weights)
-    return {node.name: weights[node.input[0]] for node in nodes}
+    graph = Graph(model.proto)
+    codes = {node.name: graph.code_constant(node.input[0]) for node in graph.nodes if node.op_type == DEQUANTIZE}
+    return {node: weights[name] for node, name in codes.items() if name in weights}
 
 
 def _by_layer(nodes: Sequence[NodeTime], labels: Mapping[str, str]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from detent.recipe import EXCLUDED, NO_RULE, Decision, PlanTotals, Recipe, get_r
 from detent.rounding import half_even
 from detent.rule import Layer as RuleLayer
 from detent.rule import ObserverSpec, check_axis
-from detent.spec import QuantSpec, onnx_widths, stored_nbytes
+from detent.spec import QuantSpec, onnx_nbytes, onnx_widths
 from detent.tables import html_table, short_name, table_lines
 
 __all__ = [
@@ -467,15 +467,15 @@ def _plan_layer(
     slow = input_spec is not None and input_spec.bits == SLOW_BITS
     if slow and target.runtime == "onnxruntime":
         note = "ONNX Runtime runs 16-bit activations in float on CPUs"
-    has_4_bits = layer.is_weight_only or layer.node.op_type in MATMULS
-    widths = onnx_widths(is_matmul=has_4_bits and not is_dynamic)
-    stored = next(width for width in widths if width >= weight.bits)
+    stored = next(width for width in onnx_widths(line.type) if width >= weight.bits)
     if stored > weight.bits:
         padded = f"{PADDED} {stored} bits, not {weight.bits}: no smaller than {stored}-bit weights, but less accurate"
         note = f"{note}; {padded}" if note.startswith(NO_KERNEL) else padded
     note = "; ".join(filter(None, (note, group_note)))
     line = replace(line, weight=weight, input=input_spec, dynamic_input=dynamic_input, observer=decision.observer)
-    return replace(line, nbytes_after=stored_nbytes(weight, layer.shape, widths), note=note)
+    read_input = dynamic_input or input_spec
+    nbytes = onnx_nbytes(weight, layer.shape, line.type, 0 if read_input is None else read_input.bits)
+    return replace(line, nbytes_after=nbytes, note=note)
 
 
 def _no_spec(weight: BlockFormat | None) -> str:

@@ -39,7 +39,7 @@ from detent.onnx_model.qdq_writer import DynamicCodes, Names, QdqParams, QdqWrit
 from detent.onnx_model.targets import Container, Target, get_target
 from detent.ops import quantize
 from detent.params import QuantParams
-from detent.spec import QuantSpec
+from detent.spec import QuantSpec, reads_bytes
 
 __all__ = [
     "bias_codes",
@@ -59,7 +59,7 @@ __all__ = [
 
 Array = NDArray[Any]
 
-MIN_WEIGHT_BITS = 8  # for Conv, Gather and MatMulInteger, which support no smaller type; MatMul, Gemm support 4 bits
+MIN_TABLE_BITS = 8  # of embeddings: Gather supports no smaller type
 ROOMY_BIAS_CODE = 1 << 30  # leaves half of the int32 accumulator to the sum of products
 
 
@@ -525,7 +525,7 @@ def replace_layer(graph: Graph, layer: Layer, nodes: Sequence[NodeProto]) -> Non
 
 @dataclass
 class _StoredWeight:
-    """Names of a quantized weight's constants and of its dequantized tensor."""
+    """Names of a quantized weight's codes, scale and zero point, and of its dequantized tensor."""
 
     names: tuple[str, str, str]
     qparams: QdqParams
@@ -601,8 +601,9 @@ class _Writer:
             self._write_product(params, layer)
             return
         is_dynamic = line.dynamic_input is not None
-        min_bits = MIN_WEIGHT_BITS if is_dynamic or layer.node.op_type in {"Conv", "ConvTranspose"} else 4
-        container = self.target.weight_container(params.spec, depthwise=layer.depthwise, min_bits=min_bits)
+        input_spec = line.dynamic_input if is_dynamic else line.input
+        as_bytes = reads_bytes(node.op_type, params.spec, 0 if input_spec is None else input_spec.bits)
+        container = self.target.weight_container(params.spec, depthwise=layer.depthwise, as_bytes=as_bytes)
         stored = self._store(layer, params, container)
         if line.own_range is not None or (is_dynamic and layer.outer is not None):
             replace_layer(graph, layer, own_nodes(self._writer, line, layer, self.target, stored.names, stored.qparams))
@@ -671,7 +672,7 @@ class _Writer:
     def _write_table(self, line: LayerDecision, layer: Layer, node: NodeProto) -> None:
         """Replace a Gather of float rows by a Gather of codes."""
         params, graph = line.weight_params, self.graph
-        container = self.target.weight_container(params.spec, depthwise=True, min_bits=MIN_WEIGHT_BITS)
+        container = self.target.weight_container(params.spec, depthwise=True, min_bits=MIN_TABLE_BITS)
         stored = self._store(layer, params, container)
         stem = graph.fresh(f"{layer.weight}_rows")
         nodes = gather(graph, node, stored.names, stored.qparams, layer.shape, stem, line.index_rank)
@@ -688,5 +689,7 @@ class _Writer:
         codes = stored_codes(quantize(weight, params).codes, params, qparams)
         names = self._writer.codes(layer.weight, codes, qparams)
         self.weight_names[names[0]] = layer.name
-        self._stored[key] = _StoredWeight(names, qparams)
+        nodes, codes_read = self._writer.widened(names[0], layer.weight, qparams)
+        self.graph.insert(nodes)
+        self._stored[key] = _StoredWeight((codes_read, *names[1:]), qparams)
         return self._stored[key]

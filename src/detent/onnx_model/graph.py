@@ -38,6 +38,7 @@ __all__ = [
     "PASSING_CODES",
     "QUANTIZE",
     "QUANTIZERS",
+    "WIDER",
     "Graph",
     "array_of",
     "attribute_of",
@@ -56,6 +57,7 @@ __all__ = [
     "sort_nodes",
     "subgraphs",
     "trace_back",
+    "widened_constant",
 ]
 
 Array = NDArray[Any]
@@ -95,6 +97,8 @@ _SMALL: dict[int, int] = {
     TensorProto.INT2: 2,
     TensorProto.UINT2: 2,
 }
+# The type to which a Cast widens 4-bit codes, so that integer kernels can read them.
+WIDER: dict[int, int] = {TensorProto.INT4: TensorProto.INT8, TensorProto.UINT4: TensorProto.UINT8}
 BITS = {
     kind: _SMALL.get(kind) or helper.tensor_dtype_to_np_dtype(kind).itemsize * 8
     for kind in TensorProto.DataType.values()
@@ -120,6 +124,20 @@ def element_type(format: Format, min_bits: int = 4) -> int:
     if not name:
         raise UnsupportedError(f"ONNX has no type for the codes of {format.name}: use another format, such as int8")
     return int(TensorProto.DataType.Value(name))
+
+
+def widened_constant(node: NodeProto | None, constants: Mapping[str, TensorProto]) -> str:
+    """Return the name of the constant of 4-bit codes that ``node`` widens to 8 bits; "" for any other node.
+
+    >>> codes = make_tensor("w", np.array([1, -2]), TensorProto.INT4)
+    >>> [widened_constant(helper.make_node("Cast", ["w"], ["wide"], to=kind), {"w": codes})
+    ...     for kind in (TensorProto.INT8, TensorProto.UINT8, TensorProto.FLOAT)]
+    ['w', '', '']
+    """
+    if node is None or node.op_type != "Cast" or not node.input or node.input[0] not in constants:
+        return ""
+    wider = WIDER.get(constants[node.input[0]].data_type)
+    return str(node.input[0]) if wider is not None and attribute_of(node, "to") == wider else ""
 
 
 def is_integer_type(kind: int) -> bool:
@@ -388,6 +406,10 @@ class Graph:
     def array(self, name: str) -> Array:
         """Return the values of a constant."""
         return array_of(self.constants[name])
+
+    def code_constant(self, name: str) -> str:
+        """Return the constant of 4-bit codes that a Cast widens to the tensor ``name``, or ``name`` without a Cast."""
+        return widened_constant(self.producer(name), self.constants) or name
 
     def shape(self, name: str) -> tuple[int | None, ...] | None:
         """Return the shape of a tensor, with None for each size that varies; return None if the shape is unknown."""

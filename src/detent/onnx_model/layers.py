@@ -243,7 +243,8 @@ def _types(op: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 def _is_activation(graph: Graph, name: str) -> bool:
     """Return whether a tensor is computed in float, and is neither a constant nor a dequantized weight."""
     producer = graph.producer(name)
-    if producer is not None and producer.op_type in {DEQUANTIZE, "Cast"} and producer.input[0] in graph.constants:
+    is_converted = producer is not None and producer.op_type in {DEQUANTIZE, "Cast"}
+    if producer is not None and is_converted and graph.code_constant(producer.input[0]) in graph.constants:
         return False
     return name not in graph.constants and graph.kind(name) in {TensorProto.UNDEFINED, TensorProto.FLOAT}
 

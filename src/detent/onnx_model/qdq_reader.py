@@ -4,11 +4,13 @@
 in the file                                          record                                       form
 ==================================================== ============================================ =========
 codes -> DequantizeLinear                            ``WeightCodes``; int32 codes are a bias      codes
+4-bit codes -> Cast to 8 bits -> DequantizeLinear    ``WeightCodes``; the Cast changes no code    codes
 codes -> Gather, Transpose, ... -> DequantizeLinear  ``WeightCodes``, ``direct`` is False         codes
 float constant -> QuantizeLinear -> DequantizeLinear ``WeightCodes``, quantized at run time       float
 codes -> Gather -> Cast [-> Sub] -> Mul              ``WeightCodes``; rows are looked up          table
 codes -> Cast [-> Sub] -> Mul                        ``WeightCodes``; computed once, at load      product
-codes -> MatMulInteger -> Cast -> Mul by two scales  ``WeightCodes``; the input is dynamic        integer
+codes -> MatMulInteger -> Cast -> Mul by two scales  ``WeightCodes``; the input is dynamic, and   integer
+                                                     4-bit codes may be widened
 QuantizeLinear                                       ``QuantizeNode``, with the Clip before it
 DynamicQuantizeLinear                                ``DynamicQuantizer``
 model input -> DequantizeLinear                      ``CodedInput``
@@ -23,7 +25,7 @@ listed as ``Unread``.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -43,6 +45,7 @@ from detent.onnx_model.graph import (
     MOVING,
     QUANTIZE,
     QUANTIZERS,
+    WIDER,
     Graph,
     array_of,
     attribute_of,
@@ -52,6 +55,7 @@ from detent.onnx_model.graph import (
     node_name,
     subgraphs,
     trace_back,
+    widened_constant,
 )
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.qdq_writer import QdqParams, group_shapes
@@ -273,13 +277,14 @@ class QuantizedGraph:
         self.operators: Counter[str] = Counter()
         self.parameters: set[str] = set()
         self._floats: dict[str, int] = {}
-        self._read(model.graph, {}, inner=False)
+        self._read(model.graph, None)
         self.float_nbytes = sum(size for name, size in self._floats.items() if name not in self.parameters)
 
-    def _read(self, graph: GraphProto, outer: Mapping[str, TensorProto], *, inner: bool) -> None:
-        scope = _Scope(graph, outer, inner=inner)
+    def _read(self, graph: GraphProto, outer: "_Scope | None") -> None:
+        scope = _Scope(graph, outer)
+        outer_constants = {} if outer is None else outer.constants
         for name, tensor in scope.constants.items():
-            if name not in outer and tensor.data_type in _FLOATS:
+            if name not in outer_constants and tensor.data_type in _FLOATS:
                 self._floats[name] = prod(tensor.dims) * BITS[tensor.data_type] // 8
         for node in graph.node:
             self.operators[node.op_type] += 1
@@ -288,7 +293,7 @@ class QuantizedGraph:
                 self.records.append(record)
                 self.parameters.update(_parameter_names(record))
             for body in subgraphs(node):
-                self._read(body, scope.constants, inner=True)
+                self._read(body, scope)
 
     @cached_property
     def provenance(self) -> Provenance | None:
@@ -366,14 +371,19 @@ def open_quantized(source: ModelSource) -> QuantizedGraph:
 class _Scope:
     """Constants of a graph and of the graphs around it, and for each name the nodes that write and read it."""
 
-    def __init__(self, graph: GraphProto, outer: Mapping[str, TensorProto], *, inner: bool) -> None:
-        self.inner = inner
-        self.constants = {**outer, **{tensor.name: tensor for tensor in graph.initializer}}
+    def __init__(self, graph: GraphProto, outer: "_Scope | None") -> None:
+        self.inner = outer is not None
+        self.constants: dict[str, TensorProto] = {} if outer is None else dict(outer.constants)
+        self.constants.update((tensor.name, tensor) for tensor in graph.initializer)
         for node in graph.node:
             value = attribute_of(node, "value") if node.op_type == "Constant" else None
             if isinstance(value, TensorProto):
                 self.constants[node.output[0]] = value
         self._producers = {name: node for node in graph.node for name in node.output}
+        self._widened: dict[str, str] = {} if outer is None else dict(outer._widened)  # constants by output of a Cast
+        for name, node in self._producers.items():
+            if constant := widened_constant(node, self.constants):
+                self._widened[name] = constant
         self._input_kinds: dict[str, int] = {value.name: value.type.tensor_type.elem_type for value in graph.input}
         self._consumers: dict[str, list[NodeProto]] = defaultdict(list)
         for node in _all_nodes(graph):
@@ -430,6 +440,8 @@ class _Scope:
         qparams = read_quantization(node, self.constants, lambda _: self._kind(origin))
         if qparams is None:
             return Unread(node, COMPUTED, origin in self.constants, self.inner)
+        if codes in self._widened:
+            qparams = self._stored_params(qparams, origin)
         form: Form = "codes"
         producer = self._producers.get(codes)
         if origin not in self.constants:
@@ -526,12 +538,14 @@ class _Scope:
         if scales is None or scales.op_type != "Mul" or quantizer.output[1] not in scales.input:
             return None
         scale = next((name for name in scales.input if name != quantizer.output[1]), "")
+        is_widened, codes = codes in self._widened, self._widened.get(codes, codes)
         names = codes, scale, *([zero] if zero else [])
         if any(name not in self.constants for name in names) or len(self.constants[codes].dims) != 2:
             return None
         qparams = self._column_params(self.constants[codes], scale, zero)
         if qparams is None:
             return None
+        qparams = self._stored_params(qparams, codes) if is_widened else qparams
         readers = _described([matmul])
         tensor = self.constants[codes]
         return WeightCodes(codes, tensor, matmul, qparams, (scale, zero), (), "integer", readers, self.inner)
@@ -575,19 +589,33 @@ class _Scope:
         shape = () if scales.size == 1 else (-1,)
         return QdqParams(scales.reshape(shape), zeros.reshape(shape), kind, 0, 0, *_code_range(kind))
 
+    def _stored_params(self, qparams: QdqParams, constant: str) -> QdqParams:
+        """Return the parameters of codes that are widened, with the type of the stored codes.
+
+        Raises:
+            FileFormatError: a zero point is out of range for the stored codes.
+        """
+        kind, zeros = self.constants[constant].data_type, qparams.zero_point
+        low, high = _code_range(kind)
+        if zeros.size and not low <= zeros.min() <= zeros.max() <= high:
+            raise FileFormatError(
+                f"the zero points of {constant!r} are {zeros.min()} to {zeros.max()}, but its codes are {low} to {high}"
+            )
+        return replace(qparams, kind=kind, low=low, high=high, read_as=WIDER[kind])
+
     def _trace(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Follow codes backward through operators that move or cast them.
+        """Follow codes backward through operators that move or cast them; a Cast that widens codes is left out.
 
         Returns the name of the tensor from which the codes come, and these operators in graph order.
         """
         path: list[str] = []
-        while name not in self.constants:
+        while name not in self.constants and name not in self._widened:
             node = self._producers.get(name)
             if node is None or node.op_type not in _CARRYING:
                 break
             path.insert(0, node.op_type)
             name = node.input[0]
-        return name, tuple(path)
+        return self._widened.get(name, name), tuple(path)
 
     def _kind(self, name: str) -> int:
         return self.constants[name].data_type if name in self.constants else self._input_kinds.get(name, 0)

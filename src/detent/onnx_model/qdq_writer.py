@@ -25,6 +25,8 @@ per group of a row   as per row, with the groups as an additional axis
 The results are the same as with DequantizeLinear: the subtraction is exact, and the product is rounded once. A
 DequantizeLinear could read looked-up scales only as blocks, which OpenVINO does not support.
 
+Codes of 4 bits that a kernel reads in bytes are stored as ``codes -> Cast``, which runtimes compute at load.
+
 A layer with a dynamically quantized input is ``integer_matmul``, which ONNX Runtime fuses into one kernel::
 
     x -> DynamicQuantizeLinear -> MatMulInteger(weight codes) -> Cast -> Mul(input scale * weight scale) [-> Add(bias)]
@@ -78,11 +80,12 @@ class QdqParams:
     Attributes:
         scale: float32 array.
         zero_point: integers in the range of the codes' type, with the shape of the scale.
-        kind: ONNX type of the codes.
+        kind: ONNX type of the stored codes.
         axis: axis with one scale per channel, or axis that is split into blocks.
         block: block size; 0 without blocks.
         low: smallest code in use.
         high: largest code in use.
+        read_as: ONNX type to which a Cast converts the codes before they are read; 0 without a Cast.
 
     >>> qparams = QdqParams.of(QuantParams("int8", 0.5), Container(TensorProto.UINT8, 128), 2)
     >>> qparams.scale, qparams.zero_point, qparams.low, qparams.high, qparams.block
@@ -96,6 +99,7 @@ class QdqParams:
     block: int = 0
     low: float = 0
     high: float = 255
+    read_as: int = 0
 
     @classmethod
     def of(cls, params: QuantParams, container: Container, rank: int) -> "QdqParams":
@@ -116,7 +120,13 @@ class QdqParams:
                 "float32 params"
             )
         zero = np.asarray(params.zero_point.astype(np.int64) + container.shift)
-        return cls(scale, zero, container.kind, axis, block, spec.qmin + container.shift, spec.qmax + container.shift)
+        low, high = spec.qmin + container.shift, spec.qmax + container.shift
+        return cls(scale, zero, container.kind, axis, block, low, high, container.read_as)
+
+    @property
+    def read_kind(self) -> int:
+        """ONNX type of the codes that are read, and of the zero point."""
+        return self.read_as or self.kind
 
     @property
     def format(self) -> Format:
@@ -235,7 +245,7 @@ class QdqWriter:
     def parameters(self, stem: str, qparams: QdqParams) -> tuple[str, str]:
         """Add scale and zero point to the graph; return their names."""
         scale = self.graph.add_constant(f"{stem}_scale", qparams.scale)
-        return scale, self.graph.add_constant(f"{stem}_zero_point", qparams.zero_point, qparams.kind)
+        return scale, self.graph.add_constant(f"{stem}_zero_point", qparams.zero_point, qparams.read_kind)
 
     def pair(
         self,
@@ -270,6 +280,16 @@ class QdqWriter:
     def codes(self, stem: str, codes: Array, qparams: QdqParams) -> Names:
         """Add the codes, scale and zero point of a weight to the graph; return the three names."""
         return self.graph.add_constant(f"{stem}_codes", codes, qparams.kind), *self.parameters(stem, qparams)
+
+    def widened(self, codes: str, stem: str, qparams: QdqParams) -> tuple[list[NodeProto], str]:
+        """Make the Cast that widens stored codes; return it and the name of the codes to read.
+
+        Without a Cast, the list is empty, and the name is ``codes``.
+        """
+        if not qparams.read_as:
+            return [], codes
+        wide = self.graph.fresh(f"{codes}_widened")
+        return [self._named(helper.make_node("Cast", [codes], [wide], to=qparams.read_as), stem)], wide
 
     def bias(self, stem: str, codes: Array, scale: Array) -> tuple[NodeProto, str]:
         """Add the int32 codes and the scale of a bias; return the DequantizeLinear node and its output's name."""
@@ -389,7 +409,7 @@ def integer_matmul(
     if values.any():
         is_equal = bool((values == values.flat[0]).all())
         inputs.append(
-            graph.add_constant(f"{codes}_zero_point", values.flat[0], qparams.kind) if is_equal else zero_points
+            graph.add_constant(f"{codes}_zero_point", values.flat[0], qparams.read_kind) if is_equal else zero_points
         )
     names = {part: graph.fresh(f"{node.name}_{part}") for part in ("sums", "sums_as_float", "scale")}
     out, bias = node.output[0], node.input[2] if len(node.input) > 2 else ""

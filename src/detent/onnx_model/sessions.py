@@ -40,6 +40,7 @@ from detent.onnx_model.graph import (
     reads,
     rename_tensors,
     subgraphs,
+    widened_constant,
 )
 from detent.onnx_model.layers import all_nodes, layers_of
 from detent.onnx_model.provenance import Provenance, RuntimeRecord
@@ -295,7 +296,10 @@ def kernels_of(
     written |= {node.name: node.op_type for node in reversed(model.graph.node)}
     present = {node.name: node.op_type for node in graph.nodes}
     kernels = {}
-    for codes, layer in names.items():
+    casts = ((widened_constant(node, source.constants), node) for node in source.nodes)
+    widened = {constant: node.output[0] for constant, node in casts if constant}
+    for constant, layer in names.items():
+        codes = widened.get(constant, constant)  # ONNX Runtime computes the Cast of 4-bit codes at load
         readers = [each.node.op_type for each in all_nodes(graph.consumers(codes)) if codes in each.node.input]
         own = [kind for kind in readers if kind in {*INTEGER_KERNELS, "MatMulNBits"}]
         dequantized = [node.output[0] for node in source.consumers(codes) if node.op_type == DEQUANTIZE]

@@ -16,6 +16,10 @@ weights widen the weights first. These kernels are exact, but take up to three t
 are both shifted by 128, they represent the same values. Weights of depthwise convolutions and embedding tables are int8
 for every target: their kernels do not saturate.
 
+Integer kernels read weights in bytes. For them, a weight of up to 4 bits is stored as 4-bit codes, which a Cast widens
+to 8 bits (``spec.reads_bytes``). ONNX Runtime and OpenVINO compute this Cast once, when they load the model. Without
+the Cast, ONNX Runtime would run a matmul in float, and dequantize its weight in every run.
+
 Signed 8-bit activations are also shifted by 128, because kernels for signed activations are slow. Activations of fewer
 than 8 bits are clipped and stored in 8 bits. Weights of fewer than 8 bits are stored in 4 or 8 bits.
 """
@@ -31,7 +35,7 @@ from onnx import TensorProto
 
 from detent.errors import SpecError, closest
 from detent.formats import Format
-from detent.onnx_model.graph import element_type
+from detent.onnx_model.graph import WIDER, element_type
 from detent.spec import QuantSpec
 
 __all__ = [
@@ -54,10 +58,14 @@ MAX_EXACT_CODE = 64  # largest weight code for which two products with 8-bit act
 
 
 class Container(NamedTuple):
-    """Storage of codes: the ONNX type, and the shift that is added to codes and zero points."""
+    """Storage of codes: the ONNX type, the shift that is added to codes and zero points, and the type that is read.
+
+    If ``read_as`` is not 0, a Cast converts the stored codes to this type, and zero points have this type.
+    """
 
     kind: int
     shift: int = 0
+    read_as: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,11 +82,13 @@ class Target:
     >>> from detent.formats import get_format
     >>> target, spec = get_target("onnxruntime"), QuantSpec("int8")
     >>> target.weight_container(spec), target.weight_container(spec, depthwise=True)
-    (Container(kind=2, shift=128), Container(kind=3, shift=0))
+    (Container(kind=2, shift=128, read_as=0), Container(kind=3, shift=0, read_as=0))
+    >>> target.weight_container(QuantSpec("int4"), as_bytes=True)
+    Container(kind=22, shift=0, read_as=3)
     >>> target.fast_weight_spec(spec).qmax, target.weight_container(target.fast_weight_spec(spec))
-    (64, Container(kind=3, shift=0))
+    (64, Container(kind=3, shift=0, read_as=0))
     >>> target.activation_container(get_format("int8"))
-    Container(kind=2, shift=128)
+    Container(kind=2, shift=128, read_as=0)
     >>> get_target("onnxruntime-avx2").weight_spec(spec).qmax
     64
     """
@@ -104,9 +114,16 @@ class Target:
             return spec
         return spec.replace(qmin=-MAX_EXACT_CODE, qmax=MAX_EXACT_CODE)
 
-    def weight_container(self, spec: QuantSpec, *, depthwise: bool = False, min_bits: int = 4) -> Container:
-        """Choose the storage of a weight's codes, in a type of at least ``min_bits`` bits."""
+    def weight_container(
+        self, spec: QuantSpec, *, depthwise: bool = False, min_bits: int = 4, as_bytes: bool = False
+    ) -> Container:
+        """Choose the storage of a weight's codes, in a type of at least ``min_bits`` bits.
+
+        If ``as_bytes``, 4-bit codes are widened to 8 bits before they are read.
+        """
         kind = element_type(spec.format, min_bits)
+        if as_bytes and kind in WIDER:
+            return Container(kind, read_as=WIDER[kind])
         is_wide = kind == TensorProto.INT8 and largest_code(spec) > MAX_EXACT_CODE
         if is_wide and self.unsigned_weights and not depthwise:
             return Container(TensorProto.UINT8, 128)

@@ -31,7 +31,7 @@ from detent.observers.passes import reporter
 from detent.recipe import Recipe
 from detent.rule import get_weight_spec
 from detent.sensitivity.layer_noise import OVERFLOW_NOISE, STORAGES, Cost, LayerNoise, Storage
-from detent.spec import QuantSpec, onnx_widths, spec_text, stored_nbytes
+from detent.spec import QuantSpec, onnx_nbytes, spec_text, stored_nbytes
 from detent.tables import counted
 
 __all__ = [
@@ -95,9 +95,14 @@ def as_storage(value: str) -> Storage:
     return "onnx" if value == "onnx" else "packed"
 
 
-def weight_nbytes(spec: QuantSpec | BlockFormat, shape: tuple[int, ...], storage: Storage, *, is_matmul: bool) -> int:
-    """Return the bytes of a weight's codes, scales and zero points; in ONNX files, only matmuls have 4-bit codes."""
-    return stored_nbytes(spec, shape, onnx_widths(is_matmul=is_matmul) if storage == "onnx" else ())
+def weight_nbytes(
+    spec: QuantSpec | BlockFormat, shape: tuple[int, ...], storage: Storage, operator: str, input_bits: int = 0
+) -> int:
+    """Return the bytes of a weight's codes, scales and zero points.
+
+    ``operator`` and ``input_bits`` are those of the layer in an ONNX file (``detent.spec.reads_bytes``).
+    """
+    return onnx_nbytes(spec, shape, operator, input_bits) if storage == "onnx" else stored_nbytes(spec, shape)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from detent.onnx.normal_form import prepare
 from detent.onnx.quantized_graph import check_fits, float_form, insert
 from detent.onnx_model.batches import BatchSource, digest_of, open_batches
 from detent.onnx_model.files import ModelSource, load, load_model
-from detent.onnx_model.graph import MATMULS, Graph
+from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer
 from detent.onnx_model.model_inputs import inputs_of
 from detent.onnx_model.sessions import ACCURACY_LEVEL, make_session, ort_errors
@@ -67,7 +67,7 @@ class OnnxLayerRunner:
         self.feeds, self.samples = batches
         self._specs, self._weight_params = specs, weight_params or {}
         self.recipe, self.options = recipe, tuple(specs)
-        self.groups: Sequence[LayerGroup] = _groups(specs, layers, storage, self._weight_params)
+        self.groups: Sequence[LayerGroup] = _groups(specs, layers, storage, inputs, self._weight_params)
         self.names: Sequence[str] = _float_outputs(model)
         switches = [Switch(f"{name}//switch", layers[name].data, each, (name,)) for name, each in inputs.items()]
         self._flags = {name: switch.flag for switch in switches for name in switch.readers}
@@ -185,6 +185,7 @@ def _groups(
     specs: Mapping[str, Mapping[str, QuantSpec]],
     layers: Mapping[str, Layer],
     storage: Storage,
+    inputs: Mapping[str, QuantParams],
     weight_params: Mapping[str, QuantParams],
 ) -> tuple[LayerGroup, ...]:
     """Group layers that share a weight and quantize it to the same codes, in the model's order."""
@@ -196,9 +197,11 @@ def _groups(
     groups = []
     for (_, layer_specs, _), names in sharing.items():
         layer = layers[names[0]]
-        is_matmul = all(layers[name].node.op_type in MATMULS for name in names)
+        operators = [layers[name].node.op_type for name in names]
+        operator = "Gather" if "Gather" in operators else operators[0]
+        input_bits = max(inputs[name].spec.bits if name in inputs else 0 for name in names)
         nbytes = {
-            label: weight_nbytes(spec, layer.shape, storage, is_matmul=is_matmul)
+            label: weight_nbytes(spec, layer.shape, storage, operator, input_bits)
             for label, spec in zip(specs, layer_specs, strict=True)
             if spec is not None
         }

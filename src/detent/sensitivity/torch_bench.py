@@ -30,7 +30,7 @@ from detent.torch.quantizer import FakeQuantize
 __all__ = ["TorchLayerRunner", "first_samples", "run_recipe"]
 
 Array = NDArray[Any]
-MATMUL_MODULES = (nn.Linear, nn.MultiheadAttention)
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def first_samples(data: object, limit: int) -> tuple[list[Arguments], int]:
@@ -245,9 +245,11 @@ def _weights(module: nn.Module, layer: LayerPlan) -> dict[str, Tensor]:
 
 
 def _nbytes(module: nn.Module, layer: LayerPlan, storage: Storage) -> int:
-    is_matmul = isinstance(module, MATMUL_MODULES)
+    is_table, is_conv = isinstance(module, nn.Embedding | nn.EmbeddingBag), isinstance(module, CONVS)
+    operator = "Gather" if is_table else "Conv" if is_conv else "MatMul"
+    input_bits = 0 if layer.input is None else layer.input.bits
     return sum(
-        weight_nbytes(layer.weights[key], tuple(weight.shape), storage, is_matmul=is_matmul)
+        weight_nbytes(layer.weights[key], tuple(weight.shape), storage, operator, input_bits)
         for key, weight in _weights(module, layer).items()
     )
 

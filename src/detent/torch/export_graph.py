@@ -5,6 +5,7 @@ mark                                        replaced by
 =========================================== ===========================================================================
 activation                                  [Clip ->] QuantizeLinear -> DequantizeLinear
 weight                                      codes -> DequantizeLinear
+weight that a kernel reads in bytes         4-bit codes -> Cast to 8 bits -> DequantizeLinear
 weight of a Linear with float input         codes [in, out], as weight-only kernels need them -> DequantizeLinear
 weight that Gather reads                    codes -> Gather -> DequantizeLinear, or codes -> Gather -> Cast -> Mul
 bias of an 8-bit Conv or Gemm               int32 codes -> DequantizeLinear, with scale x_scale * weight_scale
@@ -33,6 +34,7 @@ from detent.onnx_model.ort_workarounds import guard_float
 from detent.onnx_model.qdq_writer import QdqWriter, gather, stored_codes
 from detent.params import QuantParams
 from detent.scale_mode import PerBatch
+from detent.spec import QuantSpec, reads_bytes
 from detent.torch.export_marks import DOMAIN, Marked
 from detent.torch.quantizer import FakeQuantize
 
@@ -180,13 +182,23 @@ class Lowering:
         return self._quantization(key, quantizer.params, rank, of_weight=False)
 
     def _quantization(
-        self, key: str, params: QuantParams, rank: int, *, of_weight: bool, depthwise: bool = False, min_bits: int = 4
+        self,
+        key: str,
+        params: QuantParams,
+        rank: int,
+        *,
+        of_weight: bool,
+        depthwise: bool = False,
+        min_bits: int = 4,
+        as_bytes: bool = False,
     ) -> QdqParams:
         """Return the parameters in the file's layout; raise if the target or the opset does not support them."""
         target, format = self.target, params.spec.format
         try:
             if of_weight:
-                container = target.weight_container(params.spec, depthwise=depthwise, min_bits=min_bits)
+                container = target.weight_container(
+                    params.spec, depthwise=depthwise, min_bits=min_bits, as_bytes=as_bytes
+                )
             else:
                 # Clip has no per-channel bounds, so per-channel codes must use the full range of their type
                 min_bits = 4 if params.scale.ndim else BYTE
@@ -214,7 +226,10 @@ class Lowering:
         is_transposed = not gathers and all(self._is_read_transposed(mark.output[0]) for mark in marks)
         signed = weight.depthwise or len(gathers) == len(readers)
         min_bits = BYTE if gathers else self.min_bits  # Gather does not support 4-bit types
-        qparams = self._quantization(key, tensor.params, rank, of_weight=True, depthwise=signed, min_bits=min_bits)
+        as_bytes = not is_transposed and any(self._reads_bytes(node, tensor.spec) for node in readers)
+        qparams = self._quantization(
+            key, tensor.params, rank, of_weight=True, depthwise=signed, min_bits=min_bits, as_bytes=as_bytes
+        )
         if not (signed or is_transposed):
             self._check_limit(key, tensor.codes)
         codes = stored_codes(tensor.codes, tensor.params, qparams)
@@ -222,6 +237,9 @@ class Lowering:
             codes, qparams = codes.T, _transposed(qparams)
         names = self._writer.codes(key, codes, qparams)
         self.weights[names[0]] = key
+        nodes, codes_read = self._writer.widened(names[0], key, qparams)
+        self._new_nodes += nodes
+        names = codes_read, *names[1:]
         for node in gathers:
             self._removed.append(node)
             self._new_nodes += gather(graph, node, names, qparams, tensor.shape, key)
@@ -261,6 +279,13 @@ class Lowering:
         are_matmuls = all(each.op_type == "MatMul" and list(each.input).index(out) == 1 for each in readers)
         return bool(readers) and are_matmuls and not any(self._is_marked(each.input[0]) for each in readers)
 
+    def _reads_bytes(self, node: NodeProto, spec: QuantSpec) -> bool:
+        """Return whether a node that reads a weight, directly or transposed, needs the weight's codes in bytes."""
+        if node.op_type == "Transpose":
+            return any(self._reads_bytes(each, spec) for each in self.graph.consumers(node.output[0]))
+        x = self._qparams.get(node.input[0])
+        return reads_bytes(node.op_type, spec, 0 if x is None else BITS[x.kind])
+
     def _is_marked(self, name: str) -> bool:
         node = self.graph.producer(name)
         return node is not None and node.domain == DOMAIN
@@ -287,7 +312,7 @@ class Lowering:
 
         The bias stays float if integer kernels do not support the layer, or if a code of the bias exceeds int32.
         """
-        is_int8 = BITS[x.kind] == BITS[weight.kind] == BYTE and x.format.is_integer and weight.format.is_integer
+        is_int8 = BITS[x.kind] == BITS[weight.read_kind] == BYTE and x.format.is_integer and weight.format.is_integer
         if (
             not is_int8
             or x.scale.ndim

@@ -417,11 +417,13 @@ def _run_dequantize_nodes(artifact: QuantizedGraph, nodes: list[NodeProto]) -> d
     """Run DequantizeLinear nodes in a separate model; return a dict from names to outputs."""
     graph, model = artifact.graph, artifact.model
     names = dict.fromkeys(name for node in nodes for name in node.input if name)
+    producers = [graph.producer(name) for name in names if name not in graph.constants]
+    makers = [node for node in producers if node is not None]  # Constant nodes, and Casts that widen codes
+    names |= dict.fromkeys(name for node in makers for name in node.input)
     tensors = [graph.constants[name] for name in names if name in graph.constants]
-    makers = [graph.producer(name) for name in names if name not in graph.constants]  # Constant nodes
     outputs = [node.output[0] for node in nodes]
     infos = [ValueInfoProto(name=name) for name in outputs]
-    alone = helper.make_graph([*(node for node in makers if node is not None), *nodes], "weights", [], infos, tensors)
+    alone = helper.make_graph([*makers, *nodes], "weights", [], infos, tensors)
     alone_model = helper.make_model(alone, opset_imports=model.opset_import, ir_version=model.ir_version)
     with ort_errors():
         return dict(zip(outputs, make_session(alone_model, optimize=False).run(outputs, {}), strict=True))
