@@ -34,7 +34,7 @@ PLACES = {
     "the reason of quantized weights": (r"its weight is quantized already", "onnx_model/layers.py"),
     "bytes as text": (r"[\"']kB[\"']", "tables.py"),
     "names cut short": (r"\.\.\.\{name\[", "tables.py"),
-    "widths of codes in ONNX files": (r"\(4, 8, 16\) if is_", "spec.py"),
+    "widths of codes in ONNX files": (r"else \(4, 8, 16\)", "spec.py"),
     "nodes that quantize": (r"_node\(QUANTIZE", "onnx_model/qdq_writer.py"),
     "parameters of nodes that quantize": (r"attribute_of\([^\n]*\"block_size\"", "onnx_model/qdq_reader.py"),
     "extras": (r"pip install 'detent\[", "errors.py"),
