@@ -102,7 +102,7 @@ bench-onnx: $(TOOLED) ## compare ONNX files of detent and other tools, with and 
 	$(RUN) benchmarks/render_onnx.py
 	$(RUN) benchmarks/render_readme.py
 
-bench-unseen: $(TOOLED) ## compare ONNX files of 106 models outside the zoo; update the tables
+bench-unseen: $(TOOLED) ## compare ONNX files of 119 models outside the zoo; update the tables
 	$(QUIET) $(BENCH) benchmarks/onnx_unseen.py --fresh --resume --output benchmarks/results/onnx_fresh.json
 	$(QUIET) $(BENCH) benchmarks/onnx_unseen.py --resume --output benchmarks/results/onnx_unseen.json
 	$(QUIET) $(BENCH) benchmarks/onnx_unseen.py --models bert-large matting-1024 --tools "ORT MinMax" detent "detent, fast" \

@@ -19,7 +19,15 @@ from torch.nn.functional import (
     mse_loss,
 )
 
-from networks import fresh_attention, fresh_convolutional, fresh_dense, fresh_sequential, graphs, records
+from networks import (
+    fresh_attention,
+    fresh_convolutional,
+    fresh_dense,
+    fresh_sequential,
+    graphs,
+    library_networks,
+    records,
+)
 from networks.catalog import looks
 from networks.convolutional import merge_branches
 from networks.network import TRAINING_SEED, Array, Data, Export, Network, Outputs, as_classes
@@ -357,5 +365,35 @@ FRESH_NETWORKS: Mapping[str, Network] = MappingProxyType(
         "table-autoencoder": Network(
             fresh_sequential.table_autoencoder, _normalized, mse_loss, "mlp", export=Export(13), steps=400, batch=16
         ),
+    }
+)
+
+
+def _of_library(name: str, opset: int = 17, *, kind: str = "transformer", steps: int = 160) -> Network:
+    """Return a classifier of the package ``transformers``; opset 18 stands for torch's newer exporter."""
+    export = Export(opset, dynamo=opset == 18)
+    if name in library_networks.TOKEN_OPTIONS:
+        data = _records(records.expressions, TOKENS, "tokens", 2)
+        build = partial(library_networks.token_classifier, name)
+        return _on_tokens(build, data, loss=cross_entropy, held_out=1024, export=export)
+    build = partial(library_networks.picture_classifier, name)
+    return _classifier(build, training_side=SIDE, kind=kind, steps=steps, export=export)
+
+
+LIBRARY_NETWORKS: Mapping[str, Network] = MappingProxyType(
+    {
+        "mobilenet-v1": _of_library("MobileNetV1", kind="cnn"),
+        "textnet": _of_library("TextNet", 18, kind="cnn", steps=60),
+        "mobilevit-v2": _of_library("MobileViTV2", 18),
+        "swiftformer": _of_library("SwiftFormer", 18),
+        "pvt-v2": _of_library("PvtV2"),
+        "segformer": _of_library("Segformer"),
+        "levit": _of_library("Levit", 18),
+        "focalnet": _of_library("FocalNet"),
+        "dinov2": _of_library("Dinov2"),
+        "distilbert": _of_library("DistilBert"),
+        "squeezebert": _of_library("SqueezeBert", 18),
+        "convbert": _of_library("ConvBert"),
+        "electra": _of_library("Electra", 18),
     }
 )

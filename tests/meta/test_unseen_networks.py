@@ -88,6 +88,22 @@ FRESH_NAMES = [
     "keras-elu",
     "table-autoencoder",
 ]
+LIBRARY_NAMES = [
+    "mobilenet-v1",
+    "textnet",
+    "mobilevit-v2",
+    "swiftformer",
+    "pvt-v2",
+    "segformer",
+    "levit",
+    "focalnet",
+    "dinov2",
+    "distilbert",
+    "squeezebert",
+    "convbert",
+    "electra",
+]
+ALL_NAMES = [*NAMES, *FRESH_NAMES, *LIBRARY_NAMES]
 QUICK = ["keras-dense", "tables", "regression", "keras-elu", "table-regression", "pointnet"]
 
 
@@ -100,7 +116,7 @@ def package(root):
 
 @pytest.fixture(scope="module")
 def networks(package):
-    return {**package.NETWORKS, **package.FRESH_NETWORKS}
+    return {**package.NETWORKS, **package.FRESH_NETWORKS, **package.LIBRARY_NETWORKS}
 
 
 def exported(network):
@@ -117,15 +133,16 @@ def run(content, feed):
 def test_all_networks_are_listed(package):
     assert sorted(package.NETWORKS) == sorted(NAMES)
     assert sorted(package.FRESH_NETWORKS) == sorted(FRESH_NAMES)
+    assert sorted(package.LIBRARY_NETWORKS) == sorted(LIBRARY_NAMES)
 
 
-def test_no_network_is_in_both_sets(networks):
-    assert len(networks) == len(NAMES) + len(FRESH_NAMES)
+def test_no_network_is_in_two_sets(networks):
+    assert len(networks) == len(NAMES) + len(FRESH_NAMES) + len(LIBRARY_NAMES)
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*NAMES, *FRESH_NAMES)],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ALL_NAMES],
 )
 def test_a_network_is_deterministic_and_runs(networks, name):
     network = networks[name]
