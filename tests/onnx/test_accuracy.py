@@ -216,10 +216,12 @@ def test_ranges_are_searched_again_without_the_layers_of_float_fallback(monkeypa
     assert len(searched) == 3, "before, and after each run of the fallback"
     assert searched[2] < searched[0], "tensors that only float layers read have no range"
     assert set(decisions.ranges) <= searched[2]
-    searched.clear()
-    monkeypatch.setattr(quantizer_choice, "MAX_REPEATED_NOISE", 0.0)
-    qo.decide(model, feeds, progress=False, **options)
-    assert len(searched) == 1, "with much noise left, single layers say too little"
+    for name, value in (("MAX_REPEATED_NOISE", 0.0), ("MIN_COMPARED", 100)):  # much noise is left, or few samples
+        searched.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(quantizer_choice, name, value)
+            qo.decide(model, feeds, progress=False, **options)
+        assert len(searched) == 1
 
 
 @pytest.mark.parametrize(
