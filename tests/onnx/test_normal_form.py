@@ -178,3 +178,64 @@ def test_a_model_of_a_new_opset_with_an_old_ir_version(recipe):
     decisions = qo.decide(model, data, recipe, progress=False)
     assert decisions.ir_version == 10
     assert dt.verify(model, qo.rewrite(model, decisions), data).ok
+
+
+def padded(widths, *, value=None, op="Conv", mode="constant", axes=None, computed=False, auto_pad="NOTSET", opset=18):
+    """A Pad before a layer that already pads its input by 1."""
+    m = Maker(opset=opset)
+    pads = m.constant(np.int64(widths))
+    if computed:  # as torch's exporter writes them
+        filled = m.add(
+            "ConstantOfShape", [m.constant(np.int64([len(widths)]))], value=helper.make_tensor("v", 7, [1], [0])
+        )
+        pads = m.add("Add", [pads, filled])
+    extra = ["" if value is None else m.constant(np.float32(value))]
+    extra += [m.constant(np.int64(axes))] if axes is not None else []
+    t = m.add("Pad", ["x", pads, *extra], mode=mode)
+    own = {"auto_pad": auto_pad} if auto_pad != "NOTSET" else {"pads": [1, 1, 1, 1]}
+    if op == "Conv":
+        y = m.add("Conv", [t, m.constant(weights(4, 8, 3, 3))], **own)
+    else:
+        y = m.add(op, [t], kernel_shape=[3, 3])
+    return m.model([("x", [1, 8, 6, 6])], [y])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"widths": [0, 0, 0, 1, 0, 0, 2, 0]},
+        {"widths": [0, 0, 0, 1, 0, 0, 2, 0], "value": 0.0, "computed": True},
+        {"widths": [1, 0, 0, 2], "axes": [-1, 2]},
+        {"widths": [0] * 8, "op": "MaxPool"},
+        {"widths": [0] * 8, "auto_pad": "SAME_UPPER"},
+    ],
+)
+def test_a_pad_with_zeros_is_merged_into_the_convolution(options):
+    model, feed = padded(**options), images(1, side=6, batch=1)[0]
+    prepared = qo.prepare(model)
+    assert [node.op_type for node in prepared.graph.node] == [options.get("op", "Conv")]
+    (before,), (after,) = (make_session(each).run(None, feed) for each in (model, prepared))
+    assert np.array_equal(before, after)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"widths": [0, 0, 1, 1, 0, 0, 1, 1], "value": 0.5},
+        {"widths": [0, 0, 1, 1, 0, 0, 1, 1], "mode": "edge"},
+        {"widths": [0, 0, -1, 1, 0, 0, 1, 1]},
+        {"widths": [0, 0, 1, 1, 0, 0, 1, 1], "op": "MaxPool"},
+        {"widths": [0, 0, 1, 1, 0, 0, 1, 1], "auto_pad": "SAME_UPPER"},
+        {"widths": [0, 0, 1, 1, 1, 0, 1, 1]},
+    ],
+)
+def test_other_pads_stay(options):
+    prepared = qo.prepare(padded(**options))
+    assert [node.op_type for node in prepared.graph.node] == ["Pad", options.get("op", "Conv")]
+
+
+def test_a_pad_that_another_operator_reads_stays():
+    m = Maker()
+    t = m.add("Pad", ["x", m.constant(np.int64([0, 0, 1, 1, 0, 0, 1, 1]))])
+    model = m.model([("x", [1, 8, 6, 6])], [m.conv(t, 8, 4), m.add("Relu", [t])])
+    assert [node.op_type for node in qo.prepare(model).graph.node] == ["Pad", "Conv", "Relu"]

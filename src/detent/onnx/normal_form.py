@@ -9,6 +9,8 @@
 - Weights of layers in subgraphs are constants of the main graph (``subgraph_weights``).
 - Batch norms, and constants that are added or multiplied after a layer, are folded into the layer. Constants that no
   node reads are removed.
+- A Pad with zeros is merged into the convolutions that read it. Otherwise its output would need Q/DQ nodes of its own,
+  and compute in float.
 - A MatMul of 2-D data and the Add of its bias are merged into a Gemm. ONNX Runtime would merge them too, but then it
   would run the Gemm in float, because the bias is float. If the data has more axes, the bias gets three axes, which
   prevents the merge.
@@ -113,6 +115,7 @@ def _close(old: NDArray[Any], new: NDArray[Any]) -> bool:
 MASK_VALUE = 1e30  # larger values are attention masks, not terms of sums
 MAX_ULP = 4  # largest difference between constants that two machines compute
 MIN_GROWN_BYTES = 4096  # smaller results are stored even if they are larger than what they are computed from
+MAX_FILLED = 64  # elements of a ConstantOfShape that becomes a constant
 MAX_FOLDED_BYTES = 1 << 26  # bytes that constant nodes may read in total; above, they stay in the graph
 QUANTIZED = (*QUANTIZERS, "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm")
 _GROWING = ("Expand", "Tile", "ConstantOfShape", "Range", "Pad")
@@ -184,6 +187,7 @@ def to_normal_form(
     _drop_identities(graph)
     computed = _compute_constants(graph, constants)
     hoist_weights(graph, _run_alone)
+    _merge_pads(graph)
     _transpose_weights(graph)
     _flatten_biases(graph)
     fold(graph)
@@ -273,6 +277,56 @@ def _drop_identities(graph: Graph) -> None:
     for node in unneeded:
         graph.redirect(node.output[0], node.input[0], graph.consumers(node.output[0]))
     graph.remove(unneeded)
+
+
+def _merge_pads(graph: Graph) -> None:
+    """Merge each Pad with zeros into the convolutions that read its output, and remove each Pad of width 0."""
+    for node in [each for each in graph.nodes if each.op_type == "Pad" and each.domain in MAIN]:
+        source, result = node.input[0], node.output[0]
+        readers, pads = graph.consumers(result), _zero_pads(graph, node)
+        if pads is None or result in graph.outputs or result in graph.captured:
+            continue
+        if pads.any():
+            if not all(_can_pad(graph, reader, result, pads) for reader in readers):
+                continue
+            for reader in readers:
+                _add_pads(reader, pads[:, 2:])
+        graph.redirect(result, source, readers)
+        graph.remove([node])
+
+
+def _zero_pads(graph: Graph, node: NodeProto) -> NDArray[np.int64] | None:
+    """Return the widths by which a Pad extends each axis with zeros, as (2, axes); None if it does something else."""
+    inputs = [*node.input, "", ""][1:4]
+    fixed = [name in graph.constants or not name for name in inputs]
+    if not all(fixed) or not inputs[0] or attribute_of(node, "mode", b"constant") != b"constant":
+        return None
+    pads = graph.array(inputs[0]).reshape(2, -1)
+    value = graph.array(inputs[1]) if inputs[1] else np.zeros(())
+    if inputs[2]:  # the axes to extend
+        shape, axes = graph.shape(node.input[0]), graph.array(inputs[2])
+        if shape is None:
+            return None
+        widths = np.zeros((2, len(shape)), np.int64)
+        widths[:, axes] = pads
+        pads = widths
+    return None if value.any() or (pads < 0).any() else pads
+
+
+def _can_pad(graph: Graph, reader: NodeProto, name: str, pads: NDArray[np.int64]) -> bool:
+    """Return whether a node is a convolution that can extend its input ``name`` itself."""
+    is_conv = reader.op_type == "Conv" and list(reader.input).count(name) == 1 and reader.input[0] == name
+    has_pads = attribute_of(reader, "auto_pad", b"NOTSET") == b"NOTSET"
+    shape = graph.shape(reader.input[1]) if is_conv else None
+    return has_pads and shape is not None and len(shape) == pads.shape[1] and not pads[:, :2].any()
+
+
+def _add_pads(conv: NodeProto, pads: NDArray[np.int64]) -> None:
+    old = [each for each in conv.attribute if each.name == "pads"]
+    total = pads.ravel() + (np.asarray(old[0].ints) if old else 0)
+    for each in old:
+        conv.attribute.remove(each)
+    conv.attribute.append(helper.make_attribute("pads", total.tolist()))
 
 
 def _transpose_weights(graph: Graph) -> None:
@@ -374,12 +428,19 @@ def _constant_nodes(graph: Graph) -> list[NodeProto]:
     """Find the nodes that read only constants and can be computed ahead of time."""
     constants, nodes = set(graph.constants), []
     for node in graph.nodes:
-        fixed = node.op_type not in {*_RANDOM, *_GROWING, *_NO_TENSORS, *QUANTIZED} and not any(subgraphs(node))
-        fixed = fixed and node.domain in MAIN
+        is_growing = node.op_type in _GROWING and not _fills_few(graph, node)
+        fixed = node.op_type not in {*_RANDOM, *_NO_TENSORS, *QUANTIZED} and not is_growing
+        fixed = fixed and node.domain in MAIN and not any(subgraphs(node))
         if fixed and node.input and all(name in constants or not name for name in node.input):
             nodes.append(node)
             constants.update(node.output)
     return nodes
+
+
+def _fills_few(graph: Graph, node: NodeProto) -> bool:
+    """Return whether a node is a ConstantOfShape of few elements; exporters write it for the widths of a Pad."""
+    is_fill = node.op_type == "ConstantOfShape" and node.input[0] in graph.constants
+    return is_fill and prod(graph.array(node.input[0]).tolist()) <= MAX_FILLED
 
 
 def _grown(graph: Graph, nodes: list[NodeProto], values: Mapping[str, NDArray[Any]]) -> set[str]:
