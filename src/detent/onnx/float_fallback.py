@@ -10,10 +10,9 @@ when this noise is negligible (30 dB). A layer is kept in float if all of these 
   of both shares counts. With the minimum, a few samples suffice to tell a gain from chance.
 - Another layer remains quantized.
 
-Afterwards, ranges are searched again and float fallback runs once more (``quantizer_choice``), because without the
-noise of these layers, other ranges are better and other layers cause most of the noise: in two OCR models, this gained
-3.1 and 5.7 dB. Large models, whose noise is measured on two samples only, are left out: in an OCR model, it gained
-0.7 dB for 40 % more CPU time.
+If the remaining noise is not negligible, ranges are searched again and float fallback runs once more
+(``quantizer_choice``), because without the noise of these layers, other ranges are better and other layers cause most
+of the noise: in three OCR models, this gained 0.7, 3.1 and 5.7 dB.
 
 The condition that another layer remains matters if the noise is as large as the signal, because the errors of several
 layers may then cancel. With less noise, the noise of a group of layers is about the sum of the layers' noise. So groups

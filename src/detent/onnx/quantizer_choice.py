@@ -23,12 +23,12 @@ from detent.onnx.calibration import (
 )
 from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.fast_kernels import choose_wide, multiplications, with_last_layers
-from detent.onnx.float_fallback import NoiseByLayer, choose_float
+from detent.onnx.float_fallback import NEGLIGIBLE_NOISE, NoiseByLayer, choose_float
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.layer_error import IsolatedLayers
 from detent.onnx.metric_search import MAX_DROP_REASON
 from detent.onnx.pass_errors import running
-from detent.onnx.pass_options import MIN_COMPARED, Feed, Options, RunOptions
+from detent.onnx.pass_options import Feed, Options, RunOptions
 from detent.onnx.range_search import MIN_SAMPLES as MIN_RANGE_SAMPLES
 from detent.onnx.range_search import ChosenRanges, SampleBounds, search_ranges
 from detent.onnx.samples import Samples
@@ -162,7 +162,7 @@ def _with_fallback(
         graph_plan = replan(list(shares))
         placements = graph_plan.placements(ranges_of_all)
         ranges = ranges.with_new(placements, evidence.calibration)
-        if evidence.clipped is None or noise.samples <= MIN_COMPARED:  # a model with so few samples is large
+        if evidence.clipped is None or current.noise_of(graph_plan) <= NEGLIGIBLE_NOISE * current.count:
             break
         if current.largest_noise_of(graph_plan) > MAX_REPEATED_NOISE:
             break
