@@ -1,6 +1,7 @@
 """Arrays have the same bits in memory and in the temporary file, which is closed at the end."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import ml_dtypes
 import numpy as np
@@ -35,6 +36,30 @@ def test_arrays_come_back(budget, read):
         assert same(first, array)
         assert same(second, array[..., :1] if array.ndim else array)
     assert bool(store.nbytes_in_file) == (budget in {0, 60})
+
+
+def test_empty_arrays_at_the_end_of_the_file_are_mapped():
+    store, arrays = ArrayStore(0), [np.zeros(3), np.zeros((0, 3))]
+    store["a"] = arrays
+    assert all(map(same, store.mapped("a"), arrays))
+
+
+@pytest.mark.parametrize("budget", [None, 0, 3000])
+@pytest.mark.parametrize("read", [ArrayStore.__getitem__, ArrayStore.mapped])
+def test_one_thread_reads_while_another_replaces(budget, read, monkeypatch):
+    """Without a lock for the lookup, a thread finds no arrays between the removal of the old and the new ones."""
+    store, lookups, drop = ArrayStore(budget), [], ArrayStore._drop
+
+    def drop_while_another_thread_reads(store, key):
+        drop(store, key)
+        lookups.append(pool.submit(read, store, key))
+        wait(lookups, timeout=0.05)
+
+    store["a"] = [np.full(256, 1), np.full(3, 1)]
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(ArrayStore, "_drop", drop_while_another_thread_reads)
+        store["a"] = [np.full(256, 2), np.full(3, 2)]
+        assert [int(each[-1]) for each in lookups[0].result(timeout=10)] == [2, 2]
 
 
 def test_arrays_within_the_budget_stay_in_memory():

@@ -199,3 +199,18 @@ def test_integers_that_are_not_one_label_per_sample_have_no_agreement():
     both.add([mask], [mask])
     assert both.agreement is None
     assert both.equal_shares == {"mask": 1.0}
+
+
+@pytest.mark.parametrize(("is_softmax", "batches"), [(True, 3), (True, 12), (False, 3), (False, 12)])
+def test_rows_that_depend_on_the_data_have_an_agreement_if_they_are_probabilities(is_softmax, batches):
+    rng, comparison = np.random.default_rng(0), metrics.OutputComparison(["y"])
+    total = 0
+    for number in range(batches):
+        y = rng.normal(size=(10 + number % 4, 5)).astype(np.float32)
+        if is_softmax:
+            y = np.exp(y) / np.exp(y).sum(axis=1, keepdims=True)
+        comparison.add([y], [y])
+        total += len(y)
+    assert comparison.agreement_counts == ((total, total) if is_softmax else (0, 0))
+    assert comparison.has_varying_rows("y") == (not is_softmax)
+    assert comparison.scores["y"].measure == ("top-1 agreement" if is_softmax else "relative error")

@@ -47,6 +47,16 @@ def test_auto_is_not_for_rows_that_depend_on_the_data(labels):
     assert MetricComparison(lambda outputs: len(outputs["boxes"]), boxes, [1, 1, 1]).float_value == 10
 
 
+@pytest.mark.parametrize("logarithm", [False, True])
+def test_auto_is_for_probabilities_of_each_step(logarithm):
+    shares = np.exp(SCORES) / np.exp(SCORES).sum(axis=1, keepdims=True)
+    steps = [{"y": np.log(each) if logarithm else each} for each in (shares[:3], shares[3:10], shares[10:12])]
+    for metric in (None, "auto"):
+        comparison = MetricComparison(metric, steps, [1, 1, 1])
+        assert comparison.metric.name == "top-1 agreement"
+        assert comparison.measure([{"y": -each["y"]} for each in steps]).value == 0
+
+
 @pytest.mark.parametrize("sizes", [(4, 4, 2), (1, 1, 1)])
 def test_auto_is_for_rows_that_do_not_depend_on_the_data(sizes):
     """The number of rows is proportional to the number of samples, or constant."""

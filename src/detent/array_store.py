@@ -54,7 +54,8 @@ class ArrayStore:
         self.nbytes_in_file = 0
 
     def __contains__(self, key: object) -> bool:
-        return key in self._kept or key in self._stored
+        with self._lock:
+            return key in self._kept or key in self._stored
 
     def __setitem__(self, key: Hashable, arrays: Sequence[Array]) -> None:
         nbytes = sum(array.nbytes for array in arrays)
@@ -68,14 +69,14 @@ class ArrayStore:
                 self._stored[key] = self._write(arrays)
 
     def __getitem__(self, key: Hashable) -> list[Array]:
-        if key in self._kept:
-            return self._kept[key]
-        arrays = [np.empty(each.shape, each.dtype) for each in self._stored[key]]
-        with self._lock:
-            file = self._opened()
-            for array, each in zip(arrays, self._stored[key], strict=True):
+        with self._lock:  # also for the read: the place in the file is used again when the key is replaced
+            if key in self._kept:
+                return self._kept[key]
+            arrays, file = list[Array](), self._opened()
+            for each in self._stored[key]:
+                arrays.append(np.empty(each.shape, each.dtype))
                 file.seek(each.start)
-                file.readinto(_bytes_of(array))  # type: ignore[attr-defined]  # a buffered file
+                file.readinto(_bytes_of(arrays[-1]))  # type: ignore[attr-defined]  # a buffered file
         return arrays
 
     def __delitem__(self, key: Hashable) -> None:
@@ -88,13 +89,17 @@ class ArrayStore:
 
         The operating system can drop their pages from memory. They are read-only, and change if the key is deleted.
         """
-        if key in self._kept:
-            return self._kept[key]
-        stored = self._stored[key]
-        first, end = min(each.start for each in stored), max(each.start + each.nbytes for each in stored)
         with self._lock:
+            if key in self._kept:
+                return self._kept[key]
+            stored = self._stored[key]
+            not_empty = [each for each in stored if each.nbytes]  # an empty array can be after the end of the file
+            first, end = min(each.start for each in not_empty), max(each.start + each.nbytes for each in not_empty)
             data = np.asarray(np.memmap(self._opened(), np.uint8, "r", first, (end - first,)))
-        return [_view(data, each._replace(start=each.start - first)) for each in stored]
+        return [
+            _view(data, each._replace(start=each.start - first)) if each.nbytes else np.empty(each.shape, each.dtype)
+            for each in stored
+        ]
 
     def _drop(self, key: Hashable) -> None:
         self._nbytes -= sum(array.nbytes for array in self._kept.pop(key, ()))

@@ -22,6 +22,7 @@ from detent.output_measures import (
     Measure,
     OutputScore,
     choose_measure,
+    have_probabilities,
     mask_threshold,
     rows_depend_on_data,
 )
@@ -180,8 +181,12 @@ class OutputComparison:
         return self._compared.get(name, 0)
 
     def has_varying_rows(self, name: str) -> bool:
-        """Return whether the rows of an output depend on the data, so that they may change places."""
-        return name in self._reshaped or rows_depend_on_data(self._rows.get(name, ()))
+        """Return whether the rows of an output are objects whose number depends on the data; they may change places."""
+        if name in self._reshaped:
+            return True
+        measured = self._measured.get(name)
+        is_by_step = measured is not None and measured.has_probabilities
+        return not is_by_step and rows_depend_on_data(self._rows.get(name, ()))
 
     def _problem(self, x: Array, y: Array) -> str:
         """Return why two outputs cannot be compared, or "" if they can be compared."""
@@ -217,7 +222,7 @@ class OutputComparison:
         """The share of samples for which both models predict the same class.
 
         It is None if the first output has neither class scores nor labels. It is also None if the number of rows
-        depends on the data, because then a row is not a sample.
+        depends on the data, because then a row is not a sample, except for probabilities, for example of each step.
         """
         equal, total = self.agreement_counts
         return equal / total if total else None
@@ -272,7 +277,7 @@ class _MeasuredOutput:
     def __init__(self) -> None:
         self._first: list[tuple[Array, Array]] = []
         self._measure: Measure | None = None
-        self._threshold = 0.0
+        self._threshold, self._has_probabilities = 0.0, False
         self._sums = np.zeros(2)
         self._has_labels = True  # one integer per sample so far
         self._rows = set[tuple[int, int]]()  # number of rows and of samples, by batch
@@ -292,12 +297,19 @@ class _MeasuredOutput:
         if self._measure is None:
             expected = [x for x, _ in self._first]
             self._measure, self._threshold = choose_measure(expected), mask_threshold(expected)
-            if self._measure is TOP1 and rows_depend_on_data(self._rows):
+            self._has_probabilities = have_probabilities(expected)
+            if self._measure is TOP1 and not self._has_probabilities and rows_depend_on_data(self._rows):
                 self._measure = RELATIVE_ERROR  # rows are objects such as boxes, not samples
             for x, y in self._first:
                 self._sums += self._measure.sums(x, y, self._threshold)
             self._first.clear()
         return self._measure
+
+    @property
+    def has_probabilities(self) -> bool:
+        """Whether the float output is probabilities or log-probabilities of classes."""
+        self._chosen()
+        return self._has_probabilities
 
     @property
     def score(self) -> OutputScore:

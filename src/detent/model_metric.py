@@ -15,7 +15,7 @@ iou    intersection over union of the output and the labels' masks  the masks of
 
 The metric "auto" is top1 with labels. Without labels, it is the measure that fits the first output
 (``output_measures``); for the relative error, it is 1 minus the error. If the number of rows of the first
-output depends on the data, as for boxes after NonMaxSuppression, "auto" is an error.
+output depends on the data, as for boxes after NonMaxSuppression, "auto" is an error, except for probabilities.
 
 The drop of a quantized model is the float model's metric minus its own. Its standard error comes from parts of the
 batches: with drops d_1 .. d_K of K parts, it is the standard deviation of the d_k, divided by sqrt(K). Few parts
@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from detent.array_store import concatenate, copies
 from detent.checks import as_number
 from detent.errors import DetentError, DtypeError, RangeError, ShapeError, SpecError, closest
-from detent.metrics import one_sided_95
+from detent.metrics import MEASURE_BATCHES, one_sided_95
 from detent.output_measures import (
     COSINE,
     EQUAL_SHARE,
@@ -45,6 +45,7 @@ from detent.output_measures import (
     RELATIVE_ERROR,
     Measure,
     choose_measure,
+    have_probabilities,
     mask_threshold,
     predicted_classes,
     rows_depend_on_data,
@@ -202,7 +203,8 @@ class MetricComparison:
         name = next(iter(_names(self._floats)), "")
         batches = zip(self._floats, self._sizes, strict=True) if name else ()
         rows = [(len(x), size) for outputs, size in batches if (x := outputs[name]).ndim]  # may be read from a file
-        if rows_depend_on_data(rows):
+        first = (outputs[name] for outputs, _ in zip(self._floats, range(MEASURE_BATCHES), strict=False))
+        if rows_depend_on_data(rows) and not have_probabilities([*first]):
             raise SpecError(
                 f"the number of rows of output {name!r} depends on the data, so metric 'auto' cannot tell what a row "
                 "is: pass a function (--metric module:function), which gets all outputs, or 'top1' if each row has "

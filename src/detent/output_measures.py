@@ -42,6 +42,7 @@ __all__ = [
     "Measure",
     "OutputScore",
     "choose_measure",
+    "have_probabilities",
     "mask_threshold",
     "predicted_classes",
     "rows_depend_on_data",
@@ -130,6 +131,22 @@ def rows_depend_on_data(rows: Collection[tuple[int, int]]) -> bool:
     (True, False)
     """
     return len({count for count, _ in rows}) > 1 and len({count / max(samples, 1) for count, samples in rows}) > 1
+
+
+def have_probabilities(outputs: Sequence[Array]) -> bool:
+    """Return whether outputs are probabilities or log-probabilities of classes.
+
+    If their number of rows depends on the data, each row is then a step or a token. Rows of other numbers are objects
+    such as boxes, which may change places.
+
+    >>> have_probabilities([np.float32([[0.1, 0.9], [0.7, 0.3]])]), have_probabilities([np.float32([[3, 4]])])
+    (True, False)
+    """
+    filled = [x for x in outputs if x.size]
+    if not filled or filled[0].dtype.kind != "f" or filled[0].ndim not in {2, 3, 4}:
+        return False
+    rows = _rows(filled, filled[0].ndim, axis=1 if filled[0].ndim == 4 else -1)
+    return rows is not None and rows.shape[1] >= 2 and _are_probabilities(rows)
 
 
 # Conditions
