@@ -463,6 +463,14 @@ def test_a_file_that_is_neither_smaller_nor_faster_is_removed(desk, monkeypatch,
     assert error.endswith("To keep such a file, pass --keep-anyway (q.onnx was removed)")
     assert main([*arguments, "--force"]) == 1
     assert capsys.readouterr().out.startswith("q.onnx (removed)\n")
+    (desk / "q.onnx").write_bytes(b"older")
+    names = {each.name for each in desk.iterdir()}
+    assert main([*arguments, "--force"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("q.onnx (removed, the older file is kept)\n")
+    assert "(q.onnx was removed, the older file is kept)" in err
+    assert (desk / "q.onnx").read_bytes() == b"older"
+    assert {each.name for each in desk.iterdir()} == names
     assert main([*arguments, "--force", "--keep-anyway"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("q.onnx\n")

@@ -95,6 +95,29 @@ def test_remove_deletes_a_model_and_its_own_external_data(tmp_path):
     assert load(tmp_path / "b.onnx") == load(tmp_path / "a.onnx.onnx")
 
 
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("same", [True, False])
+def test_an_older_model_and_its_external_data_are_put_back(tmp_path, monkeypatch, linked, same):
+    if not linked:
+        monkeypatch.setattr(files.Path, "hardlink_to", lambda *_: (_ for _ in ()).throw(OSError))
+    arrays = np.ones((64, 64), np.float32), np.full((64, 64), 1 if same else 2, np.float32)
+    graphs = [onnx.helper.make_graph([], "g", [], [], [onnx.numpy_helper.from_array(each, "w")]) for each in arrays]
+    models = [onnx.helper.make_model(each) for each in graphs]
+    path = tmp_path / "a.onnx"
+    save(models[0], path, limit=1)
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    assert len(before) == 2
+    with files.older_file(path) as older:
+        save(models[1], path, limit=1)
+        files.remove(path, older)
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+    with files.older_file(path), pytest.raises(KeyError):
+        raise KeyError
+    with files.older_file(tmp_path / "b.onnx") as older:
+        assert older is None
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+
+
 def test_remove_keeps_external_data_of_other_tools(tmp_path):
     weight = onnx.numpy_helper.from_array(np.ones((64, 64), np.float32), "w")
     graph = onnx.helper.make_graph([], "g", [], [], [weight])

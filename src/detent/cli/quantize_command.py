@@ -278,7 +278,7 @@ def run(
         return
     require("onnx", "onnxruntime")
     import detent.evaluate as qe  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.onnx_model.files import default_output  # noqa: PLC0415
+    from detent.onnx_model.files import default_output, older_file  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     options: dict[str, Any] = {
@@ -320,10 +320,11 @@ def run(
         qe.check_metric(source, split, metric)
         options |= split.search_arguments(metric, max_drop)
     job = _Job(screen, split, output_path, report, str(context.obj or ""), metric, program, early_warnings)
-    with open_executor(workers, ray, work_directory) as (executor, arguments):
-        evaluation = job.run(source, options | arguments, checks, executor)
-    missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
-    _finish(screen, model, evaluation, missed, report, strict=strict, keep_anyway=keep_anyway)
+    with older_file(output_path) as older:
+        with open_executor(workers, ray, work_directory) as (executor, arguments):
+            evaluation = job.run(source, options | arguments, checks, executor)
+        missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
+        _finish(screen, model, evaluation, missed, report, older, strict=strict, keep_anyway=keep_anyway)
 
 
 def _finish(
@@ -332,22 +333,27 @@ def _finish(
     evaluation: "Evaluation",
     missed: list[str],
     report: Path | None,
+    older: Path | None,
     *,
     strict: bool,
     keep_anyway: bool,
 ) -> None:
-    """Remove a file that is neither smaller nor faster, print the evaluation, and fail if a limit is not met."""
+    """Remove a file that is neither smaller nor faster, print the evaluation, and fail if a limit is not met.
+
+    ``older`` is the file that was replaced; it takes the place of a file that is removed.
+    """
     from detent.onnx_model.files import remove  # noqa: PLC0415 - already loaded
 
     output, is_kept = evaluation.result.output, keep_anyway or not evaluation.no_gain
     if not is_kept:
-        remove(output)
+        remove(output, older)
         missed = [*missed, f"{evaluation.no_gain}. To keep such a file, pass --keep-anyway"]
-    _show_evaluation(screen, evaluation, report, is_kept=is_kept)
+    removed = "removed" if older is None else "removed, the older file is kept"
+    _show_evaluation(screen, evaluation, report, "" if is_kept else f" ({removed})")
     screen.emit(_document(model, evaluation, missed, report, strict=strict, is_kept=is_kept))
     missed = [*missed, *(_missed_by_warnings(evaluation.warnings) if strict else [])]
     if missed:
-        fail(f"{'; '.join(missed)} ({output} was {'still written' if is_kept else 'removed'})", DIFFERENCE)
+        fail(f"{'; '.join(missed)} ({output} was {'still written' if is_kept else removed})", DIFFERENCE)
 
 
 def _dry_run(
@@ -590,11 +596,11 @@ def _check_files(
         program.check_can_write(output, force=force, dry_run=dry_run)
 
 
-def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | None, *, is_kept: bool) -> None:
+def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | None, note: str) -> None:
     _note_steps(screen, evaluation.result.steps)
     for hint in (*evaluation.result.hints, *evaluation.hints):
         screen.note(f"hint: {hint}")
-    screen.say(f"{evaluation.result.output}{'' if is_kept else ' (removed)'}", style="bold")
+    screen.say(f"{evaluation.result.output}{note}", style="bold")
     for label, text in evaluation.facts():
         screen.say(f"  {label + ':':<18} {text}")
     if evaluation.verification is not None:

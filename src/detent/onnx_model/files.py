@@ -15,9 +15,11 @@ model could refer to any file that the user can read, and ``save`` would copy th
 import hashlib
 import os
 import re
+import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -44,6 +46,7 @@ __all__ = [
     "default_output",
     "load",
     "load_model",
+    "older_file",
     "remove",
     "save",
     "without_initializers",
@@ -489,15 +492,46 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
     return len(content) + sum(map(len, chunks))
 
 
-def remove(path: str | PathLike[str]) -> None:
-    """Delete a model file that ``save`` wrote, and its external data."""
+def remove(path: str | PathLike[str], older: Path | None = None) -> None:
+    """Delete a model file that ``save`` wrote, and its external data. ``older``, if given, takes its place."""
     target = Path(path)
-    own = re.compile(rf"{re.escape(target.name)}\.[0-9a-f]{{12}}\.data")
-    entries = (entry for tensor in _tensors(_parse(target)) for entry in tensor.external_data)
-    names = {entry.value for entry in entries if entry.key == "location" and own.fullmatch(entry.value)}
-    target.unlink()
+    names = _own_data(target, target.name)
+    if older is None:
+        target.unlink()
+    else:
+        with suppress(FileFormatError):  # it may be any file
+            names -= _own_data(older, target.name)
+        older.replace(target)
     for name in names:
         target.with_name(name).unlink(missing_ok=True)
+
+
+@contextmanager
+def older_file(path: str | PathLike[str]) -> Iterator[Path | None]:
+    """Give the file at ``path`` a second name for the block, so that ``remove`` can put it back; None without a file.
+
+    ``save`` does not change its external data.
+    """
+    target = Path(path)
+    if not target.is_file():
+        yield None
+        return
+    older = target.with_name(f".{target.name}.{secrets.token_hex(6)}.older")
+    try:
+        try:
+            older.hardlink_to(target.resolve())
+        except OSError:  # the file system has no hard links
+            shutil.copyfile(target, older)
+        yield older
+    finally:
+        older.unlink(missing_ok=True)
+
+
+def _own_data(path: Path, name: str) -> set[str]:
+    """Return the files of external data that ``save`` named after the model ``name``, and that a model refers to."""
+    own = re.compile(rf"{re.escape(name)}\.[0-9a-f]{{12}}\.data")
+    entries = (entry for tensor in _tensors(_parse(path)) for entry in tensor.external_data)
+    return {entry.value for entry in entries if entry.key == "location" and own.fullmatch(entry.value)}
 
 
 def _serialized(model: ModelProto, limit: int) -> bytes | None:
