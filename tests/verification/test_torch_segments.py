@@ -121,6 +121,23 @@ def test_layers_with_one_weight_have_their_own_biases(tmp_path):
     assert dt.verify(model, path, [data]).ok
 
 
+@pytest.mark.parametrize(
+    ("weight", "layer"), [("int8/axis0", "first"), ("int4/axis0", "first"), ("int4/axis0", "second")]
+)
+def test_of_layers_with_one_weight_only_those_with_8_bit_inputs_have_rounded_biases(tmp_path, weight, layer):
+    torch.manual_seed(0)
+    model, data = Tied(), torch.randn(32, 16)
+    qt.prepare(model, dt.Recipe([dt.Rule(weight=weight), dt.Rule(match=layer, input="uint8/tensor/affine")]))
+    with qt.calibrating(model):
+        model(data)
+    model.eval()
+    path = qt.export_onnx(model, data, tmp_path / "net.onnx")
+    assert len([each for each in load(path).graph.initializer if each.data_type == 6]) == 1
+    assert dt.verify(model, path, [data], levels=(2,)).ok
+    file = change(load(path), "first.bias_codes", lambda codes: codes.__iadd__(1))  # named after the weight
+    assert not dt.verify(model, file, [data], levels=(2,)).ok
+
+
 # Bounds
 
 

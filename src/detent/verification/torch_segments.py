@@ -267,6 +267,8 @@ def _as_exported(model: nn.Module, int32_biases: Collection[tuple[str, str]]) ->
             fold_in(module, module.fold)
     quantizers = quantizers_of(copy)
     names = {id(quantizer): name for name, quantizer in quantizers.items()}
+    layers = [each for each in copy.modules() if isinstance(each, QuantizedMatmul)]
+    own = {names.get(id(each._modules.get("input_quantizer"))) for each in layers}  # only its own layer reads it
     first: dict[FakeQuantize, str] = {}  # name of the weight in the file; tied weights share a quantizer
     for full, layer, name, quantizer in weight_layers(copy):
         if full not in state:
@@ -275,6 +277,8 @@ def _as_exported(model: nn.Module, int32_biases: Collection[tuple[str, str]]) ->
         inputs = [x for weight, x in int32_biases if weight == first.setdefault(quantizer, full)]
         if input_quantizer is not None:
             inputs = [x for x in inputs if x == names.get(id(input_quantizer))]
+        else:
+            inputs = [x for x in inputs if x not in own]
         inputs = [x for x in inputs if x in quantizers]
         if isinstance(layer, QuantizedMatmul) and layer.bias is not None and inputs:
             values = _rounded_bias(to_array(layer.bias), quantizers[inputs[0]].params, state[full].params)
