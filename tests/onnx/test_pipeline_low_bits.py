@@ -172,6 +172,22 @@ def test_layers_that_share_a_weight_share_its_cast():
     assert dt.verify(model, file, rows()).ok
 
 
+@pytest.mark.parametrize("other", [None, "uint16/tensor/affine"], ids=["float", "16 bits"])
+@pytest.mark.parametrize("layer", ["first", "last"])
+def test_codes_that_one_layer_reads_in_bytes_are_stored_once(layer, other):
+    m = Maker()
+    shared = m.constant(weights(16, 16), "w")
+    t = m.add("Relu", [m.add("MatMul", ["x", shared], name="first")])
+    model = m.model([("x", ["n", 6, 16])], [m.add("MatMul", [t, shared], name="last")])
+    rules = [dt.Rule(weight="int4/axis0", input=other), dt.Rule(weight="int4/axis0", input=INPUT, match=layer)]
+    decisions = qo.decide(model, rows(), dt.Recipe(rules), keep_float="none", prefer="speed", progress=False)
+    file = qo.rewrite(model, decisions)
+    kinds = [each.data_type for each in file.graph.initializer if each.name.startswith("w_codes")]
+    assert (kinds, len(casts(file))) == ([TensorProto.INT4], 1)
+    assert set(kernels_of(file)) == {"first", "last"}
+    assert dt.verify(model, file, rows()).ok
+
+
 @pytest.mark.parametrize(
     ("rule", "kinds"),
     [

@@ -545,6 +545,7 @@ class _Writer:
         self._codes: dict[str, str] = {}  # name of the codes, by tensor name
         self._dynamic: dict[str, DynamicCodes] = {}  # outputs of DynamicQuantizeLinear, by tensor name
         self._stored: dict[tuple[str, QuantParams, Container], _StoredWeight] = {}
+        self._constants: dict[tuple[str, QuantParams, int, int], str] = {}  # name of a weight's codes
 
     def write_activation(self, placement: QuantizerPlacement) -> None:
         """Insert a Q/DQ pair after a tensor."""
@@ -680,15 +681,23 @@ class _Writer:
         graph.insert(nodes)
 
     def _store(self, layer: Layer, params: QuantParams, container: Container) -> _StoredWeight:
-        """Add the constants of a weight to the graph; layers that share the weight share these constants."""
+        """Add the constants of a weight to the graph; layers that share the weight share these constants.
+
+        If only some of these layers read the codes in bytes, the zero points have two types, but the codes are shared.
+        """
         key = layer.weight, params, container
         if key in self._stored:
             return self._stored[key]
         weight = self.graph.array(layer.weight)
         qparams = QdqParams.of(params, container, weight.ndim)
-        codes = stored_codes(quantize(weight, params).codes, params, qparams)
-        names = self._writer.codes(layer.weight, codes, qparams)
-        self.weight_names[names[0]] = layer.name
+        shared = self._constants.get((layer.weight, params, container.kind, container.shift))
+        if shared is None:
+            codes = stored_codes(quantize(weight, params).codes, params, qparams)
+            names = self._writer.codes(layer.weight, codes, qparams)
+            self._constants[layer.weight, params, container.kind, container.shift] = names[0]
+        else:
+            names = shared, *self._writer.parameters(layer.weight, qparams)
+        self.weight_names.setdefault(names[0], layer.name)
         nodes, codes_read = self._writer.widened(names[0], layer.weight, qparams)
         self.graph.insert(nodes)
         self._stored[key] = _StoredWeight((codes_read, *names[1:]), qparams)

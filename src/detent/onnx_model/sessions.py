@@ -299,18 +299,20 @@ def kernels_of(
     casts = ((widened_constant(node, source.constants), node) for node in source.nodes)
     widened = {constant: node.output[0] for constant, node in casts if constant}
     for constant, layer in names.items():
-        codes = widened.get(constant, constant)  # ONNX Runtime computes the Cast of 4-bit codes at load
-        readers = [each.node.op_type for each in all_nodes(graph.consumers(codes)) if codes in each.node.input]
-        own = [kind for kind in readers if kind in {*INTEGER_KERNELS, "MatMulNBits"}]
-        dequantized = [node.output[0] for node in source.consumers(codes) if node.op_type == DEQUANTIZE]
-        sharing = [node.name for name in dequantized for node in source.consumers(name)]
-        for each in dict.fromkeys((layer, *sharing)):
-            # If a kernel repacks its weight, only the node's name identifies the layer.
-            by_name = present.get(each) or _split_by_tokens(present, each)
-            if own and (len(sharing) <= 1 or not by_name):
-                kernels[each] = own[0]
-            else:
-                kernels[each] = by_name or written.get(each) or next(iter(readers), "float")
+        first = widened.get(constant, constant)  # ONNX Runtime computes the Cast of 4-bit codes at load
+        has_both = first != constant and len(source.consumers(constant)) > 1  # other layers read the 4-bit codes
+        for codes in (first, constant) if has_both else (first,):
+            readers = [each.node.op_type for each in all_nodes(graph.consumers(codes)) if codes in each.node.input]
+            own = [kind for kind in readers if kind in {*INTEGER_KERNELS, "MatMulNBits"}]
+            dequantized = [node.output[0] for node in source.consumers(codes) if node.op_type == DEQUANTIZE]
+            sharing = [node.name for name in dequantized for node in source.consumers(name)]
+            for each in dict.fromkeys((layer, *sharing) if codes == first else sharing):
+                # If a kernel repacks its weight, only the node's name identifies the layer.
+                by_name = present.get(each) or _split_by_tokens(present, each)
+                if own and (len(sharing) <= 1 or not by_name):
+                    kernels[each] = own[0]
+                else:
+                    kernels[each] = by_name or written.get(each) or next(iter(readers), "float")
     integer = integer_kernels(graph.model)
     matmuls = [name for name, kind in written.items() if kind == "MatMul" and name in integer and name not in kernels]
     return kernels | {name: integer[name] for name in matmuls}  # of two activations

@@ -78,8 +78,8 @@ def export_onnx(
         target: runtime that will run the file; see ``detent.onnx_model.targets``.
         dynamic_shapes: passed to ``torch.onnx.export``; None lets the size of axis 0 of every input vary.
         opset: ONNX opset, 18 to 23; 4-bit codes, 16-bit codes and per-group scales need 21 or later.
-        container: "int8" stores weights of fewer than 8 bits in int8, because ONNX Runtime's integer kernels need 8-bit
-            types. None stores weights in the smallest type.
+        container: "int8" stores weights of fewer than 8 bits in int8, for ONNX Runtime before 1.23 and for opsets below
+            21; the file is larger, with the same outputs. None stores weights in the smallest type.
 
     Returns:
         The output path.
