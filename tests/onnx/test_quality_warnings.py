@@ -210,11 +210,12 @@ def test_constant_data(tmp_path, value):
     ("state", "expected"),
     [
         (np.zeros((1, 4), np.float32), "the largest input is constant in all samples (state is 0): pass real data"),
+        (np.zeros((1, 2), np.float32), None),
         (np.zeros((1, 1), np.float32), None),
         (np.zeros((1, 4), np.int64), None),
         (np.float32([[0, 0, 0, 1]]), None),
     ],
-    ids=["large", "small", "integers", "varying"],
+    ids=["large", "equal", "small", "integers", "varying"],
 )
 def test_a_constant_input_beside_one_that_varies(state, expected):
     summary = DataSummary()
@@ -342,20 +343,40 @@ def test_the_limit_of_float_layers(tmp_path, channels, expected):
 def test_a_float_layer_with_many_multiplications_and_few_bytes(tmp_path, pooled):
     m = Maker()
     t = m.add("AveragePool", ["x"], kernel_shape=[16, 16], strides=[16, 16]) if pooled else "x"
-    t = m.add("Relu", [m.conv(t, 3, 16, 5, name="stem")])
+    stem = m.add("ConvTranspose", [t, m.constant(weights(3, 16, 5, 5))], name="stem", pads=[2] * 4)
+    t = m.add("Relu", [stem])
     t = m.add("Flatten", [m.add("GlobalAveragePool", [t])])
     t = m.add("Relu", [m.matmul(t, 16, 512, name="wide")])
     model = m.model([("x", [1, 3, 32, 32])], [m.matmul(t, 512, 512, name="last")])
     report = quantized(tmp_path, model, images(32, channels=3, side=32, batch=1))
     sizes = {line.name: line.nbytes_before for line in report.plan.layers}
     assert sizes["stem"] < 0.01 * sum(sizes.values())
-    assert [layer.name for layer in report.layers if layer.reason] == ["stem"]
+    assert [layer.name for layer in report.layers if not layer.runs_on_integer_kernel] == ["stem"]
     if pooled:
         assert "float-layers" not in codes(report), "it has 2 % of the multiplications"
     else:
         assert text_of(report, "float-layers").startswith(
-            "only 2 of 3 layers run on integer kernels; others do 82% of the multiplications: stem: only 3 input"
+            "only 2 of 3 layers run on integer kernels; others do 82% of the multiplications: stem: ONNX Runtime"
         )
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_layer_that_an_integer_kernel_would_slow_down_is_no_reason_to_warn(tmp_path, transposed):
+    """The stem has most of the multiplications; a layer that lacks a kernel still counts, and is named alone."""
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 3, 16, 5, name="stem")])
+    if transposed:
+        t = m.add("ConvTranspose", [t, m.constant(weights(16, 16, 3, 3))], name="up", pads=[1] * 4)
+    t = m.add("Flatten", [m.add("GlobalAveragePool", [t])])
+    t = m.add("Relu", [m.matmul(t, 16, 512, name="wide")])
+    model = m.model([("x", [1, 3, 32, 32])], [m.matmul(t, 512, 512, name="last")])
+    report = quantized(tmp_path, model, images(32, channels=3, side=32, batch=1))
+    assert report.layers[0].reason == "only 3 input channels: an integer kernel would be slower than float"
+    if transposed:
+        assert "multiplications: up: ONNX Runtime" in text_of(report, "float-layers")
+        assert "stem" not in text_of(report, "float-layers")
+    else:
+        assert "float-layers" not in codes(report)
 
 
 def test_weight_only_recipes_count_quantized_layers(tmp_path):

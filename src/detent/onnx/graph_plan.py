@@ -68,6 +68,7 @@ SLOW_BITS = 16  # ONNX Runtime has no integer kernels for 16-bit activations on 
 MIN_CONV_CHANNELS = 5  # per group; convolutions with fewer, and with several groups or few weights, stay float
 MIN_CONV_WEIGHTS = 1600
 MIN_TRANSPOSE_SHARE = 0.01  # share of all weight bytes; a ConvTranspose with a smaller weight is kept in float
+SLOWER = "an integer kernel would be slower than float"  # end of a reason
 NO_KERNEL = "ONNX Runtime has no integer kernel for ConvTranspose"  # a reason, and the start of a note
 # ConvInteger of ONNX Runtime 1.31 takes 3.2 to 4.3 times as long as a float Conv, on one thread of a CPU with VNNI
 # (4 shapes, from a stem of 7x7 to 256 channels), so dynamic quantization keeps convolutions in float.
@@ -542,7 +543,7 @@ def _runtime_problem(layer: Layer, target: Target, prefer: Preference) -> str:
     is_thin = layer.node.op_type == "Conv" and not layer.depthwise and layer.shape[1] < MIN_CONV_CHANNELS
     if is_thin and not _is_fast_stem(layer, target, prefer):
         count = layer.shape[1]
-        return f"only {count} input channel{'s' * (count != 1)}: an integer kernel would be slower than float"
+        return f"only {count} input channel{'s' * (count != 1)}: {SLOWER}"
     return ""
 
 

@@ -14,10 +14,11 @@ larger-file           the quantized file is larger than the float file
 no-gain               the file is larger, and no layer runs on an integer kernel (of ONNX Runtime)
 slower                the quantized model takes at least 5 % more CPU time than the float model in ONNX Runtime
 few-samples           activations are quantized, and there are fewer than 32 samples, or fewer distinct ones
-constant-data         every input has the same value in all samples, or the largest float input has
+constant-data         every input has the same value in all samples, or a float input has that is larger than every
+                      float input that varies
 unscaled-data         an input looks like pixels from 0 to 255, but the weights of its layer expect small values
 float-layers          layers in float, or on float kernels, hold over 10 % of the weight bytes, or do over 10 % of
-                      the multiplications
+                      the multiplications, without layers for which an integer kernel would be slower
 padded-weights        a weight has fewer bits than the type that stores it
 max-drop              the metric drops by more than max_drop, or one sample counts more than max_drop
 target                the target does not suit this CPU
@@ -34,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.metrics import OutputComparison, worst_output
-from detent.onnx.graph_plan import PADDED, WEIGHT_ONLY, GraphPlan, LayerPlan
+from detent.onnx.graph_plan import PADDED, SLOWER, WEIGHT_ONLY, GraphPlan, LayerPlan
 from detent.onnx.metric_search import MetricSearch
 from detent.onnx_model.batches import digest_of, samples_in
 from detent.onnx_model.graph import MOVING, trace_back
@@ -282,8 +283,10 @@ def _data_warnings(plan: GraphPlan, data: DataSummary) -> Iterator[QuantizeWarni
     constant = [name for name, (lo, hi) in data.ranges.items() if lo == hi]
     what = "the inputs are"
     if len(constant) < len(data.ranges):
-        largest = max(data.sizes.values(), default=0) if data.sizes.keys() - set(constant) else None
-        constant = [name for name in constant if data.sizes.get(name, -1) == largest]
+        varying = [size for name, size in data.sizes.items() if name not in constant]
+        largest = max(data.sizes.values(), default=0)
+        is_larger = max(varying, default=largest) < largest
+        constant = [name for name in constant if is_larger and data.sizes.get(name) == largest]
         what = "the largest input is" if len(constant) == 1 else "the largest inputs are"
     if constant:
         values = ", ".join(f"{name} is {data.ranges[name][0]:g}" for name in constant)
@@ -345,15 +348,16 @@ def _layer_warnings(
     has_inputs = any(line.has_quantized_input for line in plan.quantized)
     planned = [layer for layer in layers if _runs_as_planned(layer, lines[layer.name], has_inputs=has_inputs)]
     slow = [layer for layer in layers if layer.reason not in DELIBERATE and layer not in planned]
-    names = {layer.name for layer in slow}
+    slowed = [layer for layer in slow if not layer.reason.endswith(SLOWER)]  # float is right for the others
     by_bytes, by_work = _byte_shares(plan), _work_shares(work if has_inputs else {})
-    nbytes, multiplied = (sum(shares.get(name, 0.0) for name in names) for shares in (by_bytes, by_work))
+    nbytes = sum(by_bytes[layer.name] for layer in slow)
+    multiplied = sum(by_work.get(layer.name, 0.0) for layer in slowed)
     if max(nbytes, multiplied) > MAX_FLOAT_SHARE and plan.target.runtime == "onnxruntime":
         done = len(planned)
         what = "run on integer kernels" if has_inputs else "are quantized"
         share = f"hold {nbytes:.0%} of the weights"
         if multiplied > nbytes:
-            share = f"do {multiplied:.0%} of the multiplications"
+            slow, share = slowed, f"do {multiplied:.0%} of the multiplications"
         texts = "; ".join(float_layers_text(slow, layer_shares(plan, work if has_inputs else {})))
         yield QuantizeWarning(
             "float-layers", f"only {done:,} of {len(layers):,} layers {what}; others {share}: {texts}"
