@@ -203,10 +203,11 @@ def unskipped_margin(
         with running("calibration of all layers"):
             calibration = calibrate_groups(graph_plan, batches, groups, "minmax", False, None, chosen, run.workspace)
         with running("searching ranges of all layers"):
+            evidence = _Evidence(calibration, samples, frozenset(), run)
             placements = graph_plan.placements(calibration.ranges)
-            params = choose_params(placements, calibration, ())
-            noise = NoiseByLayer(graph_plan, params, samples.compared, run.workspace, placements, run.memory_budget)
-            ranges = _Evidence(calibration, samples, frozenset(), run).searched(noise, graph_plan, placements)
+            min_max = ChosenRanges(choose_params(placements, calibration, ()), evidence.clipped)
+            noise = evidence.noise(graph_plan, placements, min_max)
+            ranges = evidence.searched(noise, graph_plan, placements)
             return ranges.margin if ranges.is_searched else None
     except UNQUANTIZABLE as error:
         _log.info("the margin of ranges was searched for the remaining layers: %s", error)

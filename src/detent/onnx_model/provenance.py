@@ -136,9 +136,13 @@ def packed(decisions: Mapping[str, Any]) -> str:
     >>> unpacked(text)
     {'opset': 17}
     """
+    return _compressed(_compact(decisions))
+
+
+def _compressed(plain: str) -> str:
     # Not zlib: zlib and zlib-ng compress the same text to different bytes, and a file must have the same bytes on every
     # machine. There is one implementation of bzip2.
-    return base64.b85encode(_bz2().compress(_compact(decisions).encode(), 9)).decode("ascii")
+    return base64.b85encode(_bz2().compress(plain.encode(), 9)).decode("ascii")
 
 
 def unpacked(text: str) -> dict[str, Any]:
@@ -194,11 +198,12 @@ def _unreadable(problem: str) -> FileFormatError:
 
 def _shorter(decisions: dict[str, Any]) -> dict[str, Any] | str:
     """Compress decisions if that makes them shorter, ``unpacked`` accepts the text, and this Python has bz2."""
+    plain = _compact(decisions)
     try:
-        text, length = packed(decisions), len(_compact(decisions))
+        text = _compressed(plain)
     except UnsupportedError:
         return decisions
-    return text if len(text) < length <= _limit(text) else decisions
+    return text if len(text) < len(plain) <= _limit(text) else decisions
 
 
 def _compact(value: Mapping[str, Any]) -> str:

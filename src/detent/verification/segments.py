@@ -349,7 +349,7 @@ class SegmentCheck:
         self._tally.note(cause, f"output {name}", name, index, element(expected[index]), element(got[index]))
 
     def _set_ranks(self, codes: Mapping[str, Array]) -> None:
-        """Set the rank of dequantized tensors, without which ONNX misjudges sizes that a graph computes from shapes."""
+        """Set the rank of dequantized tensors; without it, ONNX infers wrong sizes from their shapes."""
         ranks = {each.replacement: codes[each.quantizer.node].ndim for each in self._tensors.values()}
         ranks |= {name: codes[layer.quantizer.codes].ndim for name, layer in self._dynamic_layers.items()}
         for value in self._model.graph.input:
